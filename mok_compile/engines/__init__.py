@@ -1,0 +1,108 @@
+"""Engines: who runs a fused block. `choose` picks one at compile time, `get` finds it again at run time.
+
+An engine is a module-level object with the methods of `Engine`; `ENGINES` lists them, best first. A new engine is one
+file here and one entry in that list (see docs/new_engine.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from mok_compile.spec import ExpertsSpec
+
+log = logging.getLogger("mok_compile")
+
+# Best first; the last one runs everything.
+ENGINES = ("sm90", "cpu", "portable")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts an engine decides on: sizes (legend in `mok_compile.spec`), dtypes, device. Nothing about T: one choice
+    serves every number of tokens."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    device: torch.device
+    stacked: bool
+
+    @staticmethod
+    def of(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, down: list[torch.Tensor]) -> Problem:
+        """The problem of an ``mok::experts`` call; works on fake tensors."""
+        stacked = down[0].dim() == 3
+        return Problem(
+            hidden=int(x.shape[1]),
+            intermediate=int(down[0].shape[-1]),
+            num_experts=int(down[0].shape[0]) if stacked else len(down),
+            top_k=int(ids.shape[1]),
+            dtype=x.dtype,
+            weights_dtype=weights.dtype,
+            device=x.device,
+            stacked=stacked,
+        )
+
+
+class Engine(Protocol):
+    """What an engine provides. Tensors as for the ``mok::`` ops (see `mok_compile.ops`)."""
+
+    name: str
+
+    def usable(self) -> str | None:
+        """None if the engine can run on this machine at all, else why not (one sentence)."""
+
+    def supports(self, spec: ExpertsSpec, problem: Problem) -> str | None:
+        """None if the engine runs this block, else why not (one sentence). Must not build or load anything slow when
+        the answer is no."""
+
+    def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
+        """(y, h, order, offsets); with ``save`` False only y matters and the others may be None."""
+
+    def backward(
+        self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
+    ) -> list[torch.Tensor]:
+        """Gradients of x, weights, up, down, up_bias, down_bias (flattened), only those that the six `needs` ask for."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine that runs a block and, for each better one, why not it."""
+
+    name: str
+    passed_over: dict[str, str]
+
+
+@cache
+def get(name: str) -> Engine:
+    """The engine called `name`. ValueError if there is none."""
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}; engines: {', '.join(ENGINES)}")
+    return importlib.import_module(f"mok_compile.engines.{name}").engine
+
+
+def choose(spec: ExpertsSpec, problem: Problem, wanted: str = "auto") -> Choice:
+    """The engine for a block. `wanted` is ``"auto"`` or an engine's name; one that cannot run the block is passed over
+    with a warning and the portable engine runs it: never an error, never silent."""
+    passed_over = {}
+    for name in ENGINES if wanted == "auto" else (wanted, "portable"):
+        engine = get(name)
+        reason = engine.usable() or engine.supports(spec, problem)
+        if reason is None:
+            return Choice(name, passed_over)
+        passed_over[name] = reason
+    raise AssertionError("the portable engine runs everything")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Logs a warning the first time it is said in this process."""
+    log.warning(message)

@@ -1,0 +1,29 @@
+"""The portable engine: `mok_compile.reference` in the model's own dtype. Runs every spec on every device."""
+
+from __future__ import annotations
+
+from mok_compile import reference
+from mok_compile.engines import Problem
+from mok_compile.reference import Experts, Schedule
+from mok_compile.spec import ExpertsSpec
+
+
+class Portable:
+    name = "portable"
+
+    def usable(self) -> str | None:
+        return None
+
+    def supports(self, spec: ExpertsSpec, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
+        y, h, plan = reference.forward(x, ids, weights, Experts.of(up, down, up_bias, down_bias, spec), spec)
+        return y, h, plan.order, plan.offsets
+
+    def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
+        experts = Experts.of(up, down, up_bias, down_bias, spec)
+        return reference.backward(dy, x, ids, weights, experts, h, Schedule(order, offsets), spec, needs)
+
+
+engine = Portable()

@@ -1,0 +1,180 @@
+"""The ``mok::`` ops: schema, fake, autograd, FLOP formulas.
+
+``mok::experts`` is the fused block as autograd sees it, ``mok::experts_backward`` its gradient, ``mok::experts_infer``
+the form that saves nothing. All are functional: fresh outputs, inputs never written. `torch.library.Library` rather
+than `custom_op`: a call costs 4 us instead of 12 to 22.
+
+Shapes (legend in `mok_compile.spec`): x [T, H]; ids [T, K] integer; weights [T, K]; up one [E, 2I, H] (or gate and up
+[E, I, H] each, or single [E, I, H]) or as many matrices per expert; down [E, H, I] or E of [H, I]; biases the same
+without the last dimension, or empty lists. x, up and down share one dtype. Saved for backward: h [S, N] (N = 2I, or I
+ungated), order [S] and offsets [E] int32: shapes that do not depend on the routing.
+
+Autocast does not cast here: the op stands for a graph whose casts are explicit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from mok_compile import engines
+from mok_compile.grouped import empty_as
+from mok_compile.spec import ExpertsSpec
+
+lib = torch.library.Library("mok", "DEF")
+_OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
+_HOW = "str spec, str engine"
+lib.define(f"experts({_OPERANDS}{_HOW}) -> (Tensor y, Tensor h, Tensor order, Tensor offsets)")
+lib.define(f"experts_infer({_OPERANDS}{_HOW}) -> Tensor")
+lib.define(
+    f"experts_backward(Tensor dy, {_OPERANDS}Tensor h, Tensor order, Tensor offsets, {_HOW}, bool[] needs) -> Tensor[]"
+)
+
+
+def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> None:
+    """Raises ValueError or TypeError, naming the argument, unless the arguments fit together."""
+
+    def expect(what: str, tensors: list[torch.Tensor], count: int, shape: tuple[int, ...]) -> None:
+        if len(tensors) != count or any(tuple(t.shape) != shape for t in tensors):
+            found = [tuple(t.shape) for t in tensors[:3]]
+            raise ValueError(f"mok::experts: {what} must be {count} of shape {shape}, got {len(tensors)}: {found}")
+
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape != weights.shape:
+        shapes = f"x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}"
+        raise ValueError(f"mok::experts: expected x [T, H], ids [T, K] and weights [T, K], got {shapes}")
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8) or not weights.dtype.is_floating_point:
+        raise TypeError(f"mok::experts: ids must be integer and weights floating, got {ids.dtype} and {weights.dtype}")
+    if not x.dtype.is_floating_point or any(t.dtype != x.dtype for t in (*up, *down, *up_bias, *down_bias)):
+        raise TypeError(f"mok::experts: x, the experts' weights and biases must share one dtype; x is {x.dtype}")
+    stacked = bool(down) and down[0].dim() == 3
+    num_experts = (down[0].shape[0] if stacked else len(down)) if down else 0
+    if num_experts == 0 or ids.shape[1] == 0:
+        raise ValueError("mok::experts: needs at least one expert and one slot per token")
+    lead = (num_experts,) if stacked else ()
+    count = 1 if stacked else num_experts
+    hidden, inner = x.shape[1], down[0].shape[-1]
+    parts, columns = {"separate": (2, inner), "single": (1, inner)}.get(spec.layout, (1, 2 * inner))
+    expect("down", down, count, (*lead, hidden, inner))
+    expect("up", up, parts * count, (*lead, columns, hidden))
+    if up_bias:
+        expect("up_bias", up_bias, parts * count, (*lead, columns))
+    if down_bias:
+        expect("down_bias", down_bias, count, (*lead, hidden))
+
+
+def _experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
+    spec = ExpertsSpec.from_json(spec)
+    check(x, ids, weights, up, down, up_bias, down_bias, spec)
+    return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=True)
+
+
+def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
+    spec = ExpertsSpec.from_json(spec)
+    check(x, ids, weights, up, down, up_bias, down_bias, spec)
+    return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=False)[0]
+
+
+def _experts_backward(dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, engine, needs):
+    spec = ExpertsSpec.from_json(spec)
+    return engines.get(engine).backward(
+        dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
+    )
+
+
+def _experts_fake(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
+    spec = ExpertsSpec.from_json(spec)
+    check(x, ids, weights, up, down, up_bias, down_bias, spec)
+    slots = ids.shape[0] * ids.shape[1]
+    inner = down[0].shape[-1]
+    num_experts = down[0].shape[0] if down[0].dim() == 3 else len(down)
+    y = x.new_empty(x.shape, dtype=spec.dtype)
+    h = x.new_empty(slots, 2 * inner if spec.gated else inner)
+    return y, h, ids.new_empty(slots, dtype=torch.int32), ids.new_empty(num_experts, dtype=torch.int32)
+
+
+def _experts_infer_fake(*args):
+    return _experts_fake(*args)[0]
+
+
+def _experts_backward_fake(dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, engine, needs):
+    wanted = (([x], [weights], up, down, up_bias, down_bias)[i] for i, need in enumerate(needs) if need)
+    row_major = (x, weights)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if any(t is r for r in row_major) else empty_as(t)
+        for group in wanted
+        for t in group
+    ]
+
+
+for _name, _kernel, _fake in (
+    ("experts", _experts, _experts_fake),
+    ("experts_infer", _experts_infer, _experts_infer_fake),
+    ("experts_backward", _experts_backward, _experts_backward_fake),
+):
+    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, ids, weights, up, down, up_bias, down_bias, ctx.spec, ctx.engine = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.sizes = [len(up), len(down), len(up_bias), len(down_bias)]
+    ctx.save_for_backward(x, ids, weights, *up, *down, *up_bias, *down_bias, *output[1:])
+
+
+def _backward(ctx, dy, *unused):
+    need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:7]
+    needs = [need_x, need_weights, *(any(n) for n in need_lists)]
+    if dy is None or not any(needs):
+        return (None, None, None, *([None] * n for n in ctx.sizes), None, None)
+    x, ids, weights, *rest = ctx.saved_tensors
+    lists = []
+    for n in ctx.sizes:
+        lists.append(rest[:n])
+        rest = rest[n:]
+    flat = torch.ops.mok.experts_backward(dy, x, ids, weights, *lists, *rest, ctx.spec, ctx.engine, needs)
+    dx = flat.pop(0) if need_x else None
+    dweights = flat.pop(0) if need_weights else None
+    grads = []
+    for n, need in zip(ctx.sizes, needs[2:], strict=True):
+        grads.append([flat.pop(0) for _ in range(n)] if need else [None] * n)
+    return (dx, None, dweights, *grads, None, None)
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "mok::experts has no second derivative: backward(create_graph=True) through a fused MoE block is not supported. "
+        "Compile with options={'mok.enabled': False} where you need it."
+    )
+
+
+def _nothing_saved(ctx, *grads):
+    raise RuntimeError(
+        "mok::experts_infer saves nothing for a backward pass; call mok::experts where you need gradients."
+    )
+
+
+torch.library.register_autograd("mok::experts", _backward, setup_context=_setup_context, lib=lib)
+torch.library.register_autograd("mok::experts_infer", _nothing_saved, lib=lib)
+torch.library.register_autograd("mok::experts_backward", _no_double_backward, lib=lib)
+
+
+def _flops(x_shape, ids_shape, up_shapes, down_shapes, passes: int) -> int:
+    """Multiply-adds of `passes` forward passes: each slot meets the up and the down matrices of one expert."""
+    stacked = len(down_shapes[0]) == 3
+    columns = sum(s[-2] for s in up_shapes[:: 1 if stacked else len(down_shapes)])
+    slots = ids_shape[0] * ids_shape[1]
+    return passes * 2 * slots * x_shape[1] * (columns + down_shapes[0][-1])
+
+
+def _experts_flops(x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
+    return _flops(x, ids, up, down, 1)
+
+
+def _experts_backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
+    return _flops(x, ids, up, down, 2)
+
+
+register_flop_formula([torch.ops.mok.experts, torch.ops.mok.experts_infer])(_experts_flops)
+register_flop_formula(torch.ops.mok.experts_backward)(_experts_backward_flops)

@@ -1,0 +1,205 @@
+"""The meaning of an `ExpertsSpec` in plain PyTorch: test oracle in float64, portable engine in the model's dtype.
+
+Deterministic: every sum runs in a fixed order. Nothing here waits for the device (reading a CPU tensor does not).
+Gradient formulas: with out[s] = a[s] @ down.T and y[t] = sum_k w[t, k] out[s], the routing weight's gradient is
+<dy[t], out[s]> = <dy[t] @ down, a[s]>, so one product serves it and the gradient of a, and `out` is never needed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mok_compile import activation
+from mok_compile.grouped import Bank, grouped_mm, grouped_outer, grouped_sum
+from mok_compile.spec import ExpertsSpec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The slots sorted by expert, stably. ``order`` [S] int32: slot at each sorted position; ``offsets`` [E] int32."""
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The op's tensor lists sorted out: one bank for each projection (two where gate and up are kept apart)."""
+
+    up: list[Bank]
+    down: Bank
+    up_bias: list[Bank]
+    down_bias: Bank | None
+
+    @staticmethod
+    def of(
+        up: list[torch.Tensor],
+        down: list[torch.Tensor],
+        up_bias: list[torch.Tensor],
+        down_bias: list[torch.Tensor],
+        spec: ExpertsSpec,
+    ) -> Experts:
+        stacked = down[0].dim() == 3
+
+        def banks(tensors: list[torch.Tensor], parts: int) -> list[Bank]:
+            if stacked or not tensors:
+                return list(tensors)
+            size = len(tensors) // parts
+            return [list(tensors[i : i + size]) for i in range(0, len(tensors), size)]
+
+        parts = 2 if spec.layout == "separate" else 1
+        down_banks, bias_banks = banks(down, 1), banks(down_bias, 1)
+        return Experts(banks(up, parts), down_banks[0], banks(up_bias, parts), bias_banks[0] if bias_banks else None)
+
+    def __len__(self) -> int:
+        return len(self.down)
+
+
+def schedule(ids: torch.Tensor, num_experts: int) -> Schedule:
+    """Sorts the slots of ids [T, K] by expert; ids outside [0, E) go last and belong to no expert."""
+    flat = ids.reshape(-1)
+    flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts).int()
+    by_expert, order = torch.sort(flat, stable=True)
+    experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    return Schedule(order.int(), torch.searchsorted(by_expert, experts, right=True, out_int32=True))
+
+
+def forward(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts, spec: ExpertsSpec
+) -> tuple[torch.Tensor, torch.Tensor, Schedule]:
+    """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments as for ``mok::experts``."""
+    plan = schedule(ids, len(experts))
+    slots = plan.order.long()
+    rows = x[slots // ids.shape[1]]
+    if spec.weight_on == "input":
+        rows = (rows * _wide(weights).reshape(-1)[slots][:, None]).to(x.dtype)
+    h = _cat([grouped_mm(rows, bank, plan.offsets) for bank in experts.up])
+    if experts.up_bias:
+        h = (_wide(h) + _cat([_bias_rows(b, ids, slots) for b in experts.up_bias])).to(x.dtype)
+    a = activation.evaluate(spec.expr, *_halves(_wide(h), spec)).to(x.dtype)
+    out = grouped_mm(a, experts.down, plan.offsets)
+    if experts.down_bias is not None:
+        out = (_wide(out) + _bias_rows(experts.down_bias, ids, slots)).to(x.dtype)
+    y = _combine(out, weights if spec.weight_on == "output" else None, ids, slots, len(experts))
+    return y.to(spec.dtype), h, plan
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Experts,
+    h: torch.Tensor,
+    plan: Schedule,
+    spec: ExpertsSpec,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of x, weights, up, down, up_bias and down_bias, in this order and only those that `needs` asks for."""
+    need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
+    on_output = spec.weight_on == "output"
+    slots, offsets = plan.order.long(), plan.offsets
+    tokens = slots // ids.shape[1]
+    weight = _wide(weights).reshape(-1)[slots][:, None]
+    dout = dy[tokens].to(x.dtype)
+
+    a, dgate, dvalue = activation.derivatives(spec.expr, *_halves(_wide(h), spec))
+    da = _wide(grouped_mm(dout, _transposed(experts.down), offsets))
+    dweight = (da * a).sum(1)
+    if experts.down_bias is not None and need_weights:
+        dweight = dweight + (_wide(dout) * _bias_rows(experts.down_bias, ids, slots)).sum(1)
+    if on_output:
+        da = da * weight
+    dh = _join(*(torch.zeros_like(da) if d is None else da * d for d in (dgate, dvalue)), spec).to(x.dtype)
+    a = (a * weight if on_output else a).to(x.dtype)
+
+    dx_rows = None
+    if need_x or (need_weights and not on_output):
+        dx_rows = sum(_wide(grouped_mm(part, _transposed(bank), offsets)) for bank, part in _parts(dh, experts.up))
+        if not on_output:
+            dweight = (dx_rows * _wide(x[tokens])).sum(1)
+            dx_rows = dx_rows * weight
+
+    grads = []
+    if need_x:
+        grads.append(_combine(dx_rows, None, ids, slots, len(experts)).to(x.dtype))
+    if need_weights:
+        valid = _valid(ids.reshape(-1)[slots], len(experts))
+        dweight = torch.where(valid, dweight, 0)
+        grads.append(torch.empty_like(dweight).index_copy_(0, slots, dweight).to(weights.dtype).view(weights.shape))
+    if need_up:
+        rows = x[tokens]
+        rows = rows if on_output else (_wide(rows) * weight).to(x.dtype)
+        for bank, part in _parts(dh, experts.up):
+            grads += grouped_outer(part, rows, offsets, bank)
+    if need_down:
+        grads += grouped_outer(dout, a, offsets, experts.down)
+    if need_up_bias:
+        for bank, part in _parts(dh, experts.up_bias):
+            grads += grouped_sum(part, offsets, bank)
+    if need_down_bias:
+        grads += grouped_sum((_wide(dout) * weight).to(x.dtype) if on_output else dout, offsets, experts.down_bias)
+    return grads
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _valid(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return (ids >= 0) & (ids < num_experts)
+
+
+def _transposed(bank: Bank) -> Bank:
+    return bank.transpose(1, 2) if isinstance(bank, torch.Tensor) else [w.t() for w in bank]
+
+
+def _parts(rows: torch.Tensor, banks: list[Bank]):
+    """Each bank with its share of the columns of `rows`."""
+    return zip(banks, rows.chunk(len(banks), 1), strict=True)
+
+
+def _bias_rows(bank: Bank, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[S, N]: the bias of each sorted row's expert (of some expert, where the row has none)."""
+    stacked = bank if isinstance(bank, torch.Tensor) else torch.stack(bank)
+    return _wide(stacked)[ids.reshape(-1)[slots].clamp(0, stacked.shape[0] - 1)]
+
+
+def _halves(h: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor | None, torch.Tensor]:
+    if spec.layout == "single":
+        return None, h
+    if spec.layout == "interleaved":
+        return h[:, 0::2], h[:, 1::2]
+    gate, up = h.chunk(2, 1)
+    return gate, up
+
+
+def _join(dgate: torch.Tensor, dup: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+    if spec.layout == "single":
+        return dup
+    if spec.layout == "interleaved":
+        return torch.stack([dgate, dup], 2).flatten(1)
+    return torch.cat([dgate, dup], 1)
+
+
+def _combine(
+    rows: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor, slots: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """[S, H] in sorted order -> [T, H]: the sum over the token's slots, in slot order; slots without expert add zero."""
+    num_tokens, k = ids.shape
+    position = torch.empty_like(slots).index_copy_(0, slots, torch.arange(slots.shape[0], device=slots.device))
+    position, valid = position.view(num_tokens, k), _valid(ids, num_experts)
+    total = None
+    for i in range(k):
+        part = _wide(rows[position[:, i]])
+        if weights is not None:
+            part = part * weights[:, i, None]
+        part = torch.where(valid[:, i, None], part, 0)
+        total = part if total is None else total + part
+    return total
