@@ -1,0 +1,41 @@
+# Every target runs in .venv, which the first one to need it creates. Later runs reuse it as it is until the pins or the
+# packaging change.
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run --Werror $(CXX_FILES))
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# setuptools comes first so that the build of the project itself downloads nothing.
+$(INSTALLED): constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "mok-compile needs Python 3.10 to 3.13, and PYTHON=$(PYTHON) is not one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --constraint constraints.txt setuptools
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[test,examples,lint]'
+	touch $@
