@@ -13,8 +13,10 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
+# Two workers have more OpenMP threads than there are cores: threads that spin while they wait would make both several
+# times slower.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

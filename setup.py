@@ -94,5 +94,4 @@ setup(
     cmdclass={"build_py": build_py},
     # The libraries use torch's stable ABI and no Python API: such a wheel belongs to a platform, not to a Python.
     options={"bdist_wheel": {"plat_name": sysconfig.get_platform()}} if PREBUILT else {},
-    zip_safe=False,
 )
