@@ -144,6 +144,18 @@ def _ordered(a: Value, b: Value) -> tuple[Value, Value]:
     return (a, b) if key(a) <= key(b) else (b, a)
 
 
+def substitute(expr: Value, leaves: dict[Expr, Expr]) -> Value:
+    """`expr` with every sub-expression that is a key of `leaves` replaced, in canonical form again."""
+    if not isinstance(expr, Expr):
+        return expr
+    if expr in leaves:
+        return leaves[expr]
+    args = [substitute(a, leaves) for a in expr.args]
+    if expr.op in BINARY:
+        return {"add": add, "mul": mul}[expr.op](*args)
+    return clamp(*args) if expr.op == "clamp" else unary(expr.op, *args)
+
+
 def evaluate(expr: Expr, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
     """The value of `expr`, computed in the dtype of its inputs (any shape, the same for both)."""
     return _evaluate(expr, {"gate": gate, "up": up}, {})
@@ -170,7 +182,7 @@ def _evaluate(expr: Value, env: dict, memo: dict):
 def derivatives(
     expr: Expr, gate: torch.Tensor | None, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(value, d value / d gate, d value / d up) of `expr`; a derivative is None where it does not depend on the leaf."""
+    """(value, d value / d gate, d value / d up) of `expr`; None for a leaf that it does not depend on."""
     env, memo = {"gate": gate, "up": up}, {}
     value = _evaluate(expr, env, memo)
 

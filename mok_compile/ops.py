@@ -144,8 +144,8 @@ def _backward(ctx, dy, *unused):
 
 def _no_double_backward(ctx, *grads):
     raise RuntimeError(
-        "mok::experts has no second derivative: backward(create_graph=True) through a fused MoE block is not supported. "
-        "Compile with options={'mok.enabled': False} where you need it."
+        "mok::experts has no second derivative: backward(create_graph=True) through a fused MoE block is not "
+        "supported. Compile with options={'mok.enabled': False} where you need it."
     )
 
 

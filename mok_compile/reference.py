@@ -69,7 +69,7 @@ def schedule(ids: torch.Tensor, num_experts: int) -> Schedule:
 def forward(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts, spec: ExpertsSpec
 ) -> tuple[torch.Tensor, torch.Tensor, Schedule]:
-    """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments as for ``mok::experts``."""
+    """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments: ``mok::experts``."""
     plan = schedule(ids, len(experts))
     slots = plan.order.long()
     rows = x[slots // ids.shape[1]]
@@ -191,7 +191,7 @@ def _join(dgate: torch.Tensor, dup: torch.Tensor, spec: ExpertsSpec) -> torch.Te
 def _combine(
     rows: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor, slots: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """[S, H] in sorted order -> [T, H]: the sum over the token's slots, in slot order; slots without expert add zero."""
+    """[S, H] in sorted order -> [T, H]: each token's slots summed in slot order; slots without expert add zero."""
     num_tokens, k = ids.shape
     position = torch.empty_like(slots).index_copy_(0, slots, torch.arange(slots.shape[0], device=slots.device))
     position, valid = position.view(num_tokens, k), _valid(ids, num_experts)

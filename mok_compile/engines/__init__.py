@@ -19,7 +19,7 @@ from mok_compile.spec import ExpertsSpec
 log = logging.getLogger("mok_compile")
 
 # Best first; the last one runs everything.
-ENGINES = ("sm90", "cpu", "portable")
+ENGINES = ("portable",)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Engine(Protocol):
     def backward(
         self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
     ) -> list[torch.Tensor]:
-        """Gradients of x, weights, up, down, up_bias, down_bias (flattened), only those that the six `needs` ask for."""
+        """Gradients of x, weights, up, down, up_bias, down_bias (flattened), only those that `needs` asks for."""
 
 
 @dataclass(frozen=True)

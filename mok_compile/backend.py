@@ -1,0 +1,79 @@
+"""The backend object that `torch.compile(..., backend="mok")` finds through its entry point.
+
+It fuses the MoE blocks of the graph that Dynamo hands over and gives the result to Inductor, with Inductor's own
+options and mode. A graph without MoE block goes on exactly as it came.
+"""
+
+from __future__ import annotations
+
+from mok_compile._version import require_torch
+
+require_torch()
+
+import logging  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch._inductor.config  # noqa: E402
+from torch import fx  # noqa: E402
+
+from mok_compile import dump  # noqa: E402
+from mok_compile.cache import AfterPartition, salt  # noqa: E402
+from mok_compile.options import Options, split  # noqa: E402
+from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
+from mok_compile.report import Graph, Report, StrictError  # noqa: E402
+
+log = logging.getLogger("mok_compile")
+_POST_GRAD = "post_grad_custom_post_pass"
+
+
+class Backend:
+    """Callable with Dynamo's backend signature; `mode` and `options` as for Inductor, plus the ``mok.*`` options."""
+
+    compiler_name = "mok"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable:
+        mine, rest = split(options)
+        inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
+        if mine.enabled:
+            transform(gm, example_inputs, mine)
+        if uses_ops(gm):
+            users = inductor.config.get(_POST_GRAD) or getattr(torch._inductor.config, _POST_GRAD)
+            inductor.config[_POST_GRAD] = AfterPartition(salt(mine), users)
+        return inductor(gm, example_inputs)
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs."""
+        torch._TorchCompileInductorWrapper("reduce-overhead", None, None).reset()
+
+
+def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Options) -> Report:
+    """Fuses the blocks of `gm` in place, tells everybody who asked, and returns the report.
+
+    StrictError under ``mok.strict`` if a recognisable block is left unfused.
+    """
+    watched = dump.wanted(mine)
+    before = dump.code(gm) if watched else ""
+    report = Report(fuse(gm, example_inputs, mine))
+    report.graphs.append(Graph(before, dump.code(gm) if watched else ""))
+    if not report.sites:
+        return report
+    report.count()
+    log.info(report.summary())
+    log.debug("%s", report)
+    if watched:
+        dump.publish(report, mine)
+    if mine.strict and report.missed:
+        raise StrictError(f"mok.strict is on and a block was left unfused\n{report}")
+    return report
+
+
+mok = Backend()

@@ -1,0 +1,134 @@
+"""What was found, what became of it, and why: reason codes, sites, reports, counters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mok_compile.spec import ExpertsSpec
+
+# Stable codes: meaning, and what the user can do about it. docs/reasons.md explains each at more length.
+REASONS = {
+    "no-match": (
+        "the graph around the experts is not one whose meaning could be proven",
+        "see the detail; file an issue",
+    ),
+    "dtype": (
+        "dtypes inside the block differ in a way that fusing would change",
+        "use one dtype for x and the experts",
+    ),
+    "layout": ("gate and up, or their biases, are stored in a way no engine knows", "store both alike"),
+    "activation": ("the activation uses values from outside the experts", "keep it a function of gate and up"),
+    "router": ("the experts are fused, the router is not", "nothing: the router runs under Inductor"),
+    "interior-use": ("a value inside the block is read outside of it", "do not return or keep it"),
+    "mutation": ("an input of the block is overwritten before the block ends", "do not write it in place"),
+    "hooks": ("a hook sits on a value inside the block", "remove the hook"),
+    "subclass": ("weights or activations are a tensor subclass (DTensor, quantised)", "use plain tensors here"),
+    "post-norm": ("something works on the experts' outputs before they are combined", "move it behind the combine"),
+    "data-dependent": ("a Python loop over the experts broke the graph", "use experts_implementation='grouped_mm'"),
+    "split": ("the block is cut by a graph break", "remove the break: TORCH_LOGS=graph_breaks"),
+    "arch": ("no native engine for this device", "nothing: the portable engine runs"),
+    "shape": ("sizes do not fit one expert MLP", "see the detail"),
+    "engine": ("the wanted engine cannot run this block", "see the detail; choose another mok.engine"),
+    "verify": ("the fused block differs from the graph it would replace", "file an issue with the dump"),
+    "disabled": ("switched off by mok.enabled", "set mok.enabled"),
+}
+
+
+class StrictError(RuntimeError):
+    """Raised under ``mok.strict`` when a recognisable MoE block is left unfused."""
+
+
+@dataclass
+class Site:
+    """One MoE block of a compiled graph."""
+
+    status: str  # "fused" or "missed"
+    reason: str | None  # a key of REASONS; None when fused and nothing is to be said
+    detail: str
+    location: str  # module path, class, file and line
+    spec: ExpertsSpec | None = None
+    engine: str | None = None
+    verify_error: float | None = None
+    node: str = ""  # the node that was replaced, or where the proof broke
+    graph: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Graph:
+    """The code of one compiled graph, before and after fusing."""
+
+    before: str
+    after: str
+
+
+@dataclass
+class Report:
+    """The sites of one or more graphs. `str(report)` is a table, `report.to_dict()` the JSON."""
+
+    sites: list[Site] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def fused(self) -> int:
+        return sum(site.status == "fused" for site in self.sites)
+
+    @property
+    def missed(self) -> int:
+        return sum(site.status == "missed" for site in self.sites)
+
+    def add(self, other: Report) -> None:
+        """Takes the graphs and sites of `other` over, numbering its graphs on."""
+        for site in other.sites:
+            site.graph += len(self.graphs)
+        self.sites += other.sites
+        self.graphs += other.graphs
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fused": self.fused,
+            "missed": self.missed,
+            "sites": [site.to_dict() for site in self.sites],
+            "graphs": [asdict(graph) for graph in self.graphs],
+        }
+
+    def summary(self) -> str:
+        """One line: ``3 MoE blocks: 2 fused (cpu), 1 missed (hooks)``."""
+        total = len(self.sites)
+        engines = sorted({s.engine for s in self.sites if s.engine})
+        reasons = sorted({s.reason for s in self.sites if s.status == "missed" and s.reason})
+        parts = [f"{self.fused} fused" + (f" ({', '.join(engines)})" if engines else "")]
+        if self.missed:
+            parts.append(f"{self.missed} missed ({', '.join(reasons)})")
+        return f"{total} MoE block{'' if total == 1 else 's'}: {', '.join(parts)}"
+
+    def __str__(self) -> str:
+        if not self.sites:
+            return f"no MoE block found in {len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
+        lines = [self.summary()]
+        for site in self.sites:
+            mark = "fused " if site.status == "fused" else "MISSED"
+            what = str(site.spec) if site.spec else ""
+            lines.append(f"  {mark} {site.location}")
+            if site.status == "fused":
+                error = "" if site.verify_error is None else f", verified to {site.verify_error:.1e}"
+                lines.append(f"         {what}; engine {site.engine}{error}")
+            if site.reason:
+                lines.append(f"         {site.reason}: {site.detail}")
+                lines.append(f"         what to do: {REASONS[site.reason][1]}")
+        return "\n".join(lines)
+
+    def count(self) -> None:
+        """Adds this report to ``torch._dynamo.utils.counters["mok"]``."""
+        from torch._dynamo.utils import counters
+
+        mine = counters["mok"]
+        mine["found"] += len(self.sites)
+        mine["fused"] += self.fused
+        mine["missed"] += self.missed
+        for site in self.sites:
+            if site.status == "missed":
+                mine[f"missed:{site.reason}"] += 1

@@ -1,0 +1,214 @@
+"""What can be known of a value in MoE terms.
+
+Facts speak of *rows*: slots s = t * K + k in "slot" order, or the same slots in "sorted" order, sorted by expert.
+A fact about an integer or a weight says what stands at a row; further dimensions only repeat it. ``ids`` is the value
+that the routing stems from: two facts belong together only if it is the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mok_compile.activation import Expr
+from mok_compile.passes.view import Value
+
+SLOT, SORTED = "slot", "sorted"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something proven of a value."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The value should have been part of an MoE block, but the proof stops here."""
+
+    reason: str
+    detail: str
+    at: Value
+
+
+@dataclass(frozen=True)
+class Iota(Fact):
+    """0, 1, 2, ..."""
+
+
+@dataclass(frozen=True)
+class Full(Fact):
+    """The same number everywhere."""
+
+    number: float
+
+
+@dataclass(frozen=True)
+class Expert(Fact):
+    """The expert number of each row; `clamped` into the valid range, so that it can index a bias."""
+
+    ids: Value
+    order: str
+    clamped: bool = False
+
+
+@dataclass(frozen=True)
+class Perm(Fact):
+    """At sorted position r: the slot that comes there."""
+
+    ids: Value
+
+
+@dataclass(frozen=True)
+class Inverse(Fact):
+    """At slot s: its sorted position."""
+
+    ids: Value
+
+
+@dataclass(frozen=True)
+class Token(Fact):
+    """At each row: the token it belongs to, slot // k. `ids` is None in slot order, which needs no ids."""
+
+    ids: Value | None
+    order: str
+    k: int
+
+
+@dataclass(frozen=True)
+class Counts(Fact):
+    """Rows of each of the E experts."""
+
+    ids: Value
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Offsets(Fact):
+    """End of each expert's rows in sorted order."""
+
+    ids: Value
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class NoRoute(Fact):
+    """True at the rows in sorted order whose id is no expert's (with `negated`: False there)."""
+
+    ids: Value
+    num_experts: int
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class RowWeight(Fact):
+    """The routing weight of each row. `weights` is the value in slot order, [S], [T, K] or with ones after that."""
+
+    weights: Value
+    ids: Value | None
+    order: str
+
+
+@dataclass(frozen=True)
+class BiasRows(Fact):
+    """At each row: the row of `bias` [E, N] of its expert."""
+
+    bias: Value
+    ids: Value
+    order: str
+
+
+@dataclass(frozen=True)
+class Rows(Fact):
+    """At each row: the token's row of x, times `weight` if there is one. `dtypes`: all it was ever cast to."""
+
+    x: Value
+    k: int
+    ids: Value | None
+    order: str
+    weight: Value | None = None
+    dtypes: frozenset[torch.dtype] = frozenset()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A grouped matrix product: rows of `source` (in sorted order) times `weight` [E, in, out], plus a bias."""
+
+    source: Rows | Pointwise
+    weight: Value
+    num_experts: int
+    bias: Value | None = None
+
+    @property
+    def level(self) -> int:
+        """1 for an up projection, 2 for a down projection."""
+        return 1 if isinstance(self.source, Rows) else self.source.level + 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """Columns of a projection: all, the first or second half, or the even or odd ones."""
+
+    projection: Projection
+    part: str
+
+    def __repr__(self) -> str:
+        return f"{self.part}({self.projection.weight!r})"
+
+
+@dataclass(frozen=True)
+class Pointwise(Fact):
+    """At each row: `expr` of columns of the projections of the same rows, times the routing weight if `weight` is set.
+
+    `expr` has leaves ``Expr("column", (Column,))``. `ids`, `k` and `x` are those of the rows it started from.
+    """
+
+    expr: Expr
+    ids: Value
+    k: int
+    order: str
+    weight: Value | None = None
+    dtypes: frozenset[torch.dtype] = field(default=frozenset())
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that `expr` reads, in the order of first appearance."""
+        return tuple(dict.fromkeys(_columns(self.expr)))
+
+    @property
+    def bare(self) -> Projection | None:
+        """The projection, if this is nothing but all its columns."""
+        leaf = self.expr.args[0] if self.expr.op == "column" else None
+        return leaf.projection if leaf is not None and leaf.part == "all" else None
+
+    @property
+    def level(self) -> int:
+        return max(c.projection.level for c in self.columns)
+
+
+@dataclass(frozen=True)
+class Grid(Fact):
+    """Rows in slot order, seen as [T, K, ...]."""
+
+    rows: Rows | Pointwise
+
+
+@dataclass(frozen=True)
+class Combined(Fact):
+    """The sum of a token's rows [T, H]; `base` is what it was added onto, None for nothing."""
+
+    rows: Pointwise
+    base: Value | None
+
+
+# Facts about rows of floating-point numbers, which carry gradients.
+Routed = Rows | Pointwise | Grid | Combined
+
+
+def _columns(expr: Expr):
+    if expr.op == "column":
+        yield expr.args[0]
+    else:
+        for arg in expr.args:
+            if isinstance(arg, Expr):
+                yield from _columns(arg)

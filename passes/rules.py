@@ -1,0 +1,687 @@
+"""How facts pass through ATen ops: one small rule per op (or family of ops that differ in spelling only).
+
+A rule sees a value and the facts of its arguments and returns the value's fact, None if it knows nothing, or raises
+`Break` where an MoE block turns into something that is not understood. New spellings need a rule here, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mok_compile import activation as act
+from mok_compile.passes.facts import (
+    SLOT,
+    SORTED,
+    BiasRows,
+    Broken,
+    Column,
+    Combined,
+    Counts,
+    Expert,
+    Fact,
+    Full,
+    Grid,
+    Inverse,
+    Iota,
+    NoRoute,
+    Offsets,
+    Perm,
+    Pointwise,
+    Projection,
+    Routed,
+    Rows,
+    RowWeight,
+    Token,
+)
+from mok_compile.passes.view import Value, View
+
+aten = torch.ops.aten
+
+
+class Break(Exception):
+    """The proof stops: `reason` is a reason code, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+class Facts:
+    """The facts of all values of a view, and in `broken` where a proof stopped and what that spoiled."""
+
+    def __init__(self, view: View) -> None:
+        self._of: dict[Value, Fact] = {}
+        self.broken: dict[Value, Broken] = {}
+        for value in view.values:
+            self._derive(value)
+
+    def of(self, value: Any) -> Fact | None:
+        """The fact of `value`; None for constants and for values of which nothing is known."""
+        return self._of.get(value) if isinstance(value, Value) else None
+
+    def _derive(self, value: Value) -> None:
+        apply = RULES.get(value.op)
+        try:
+            fact = apply(self, value, *value.args, **value.kwargs) if apply else None
+            if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
+                raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
+            if isinstance(fact, Routed) and value.detached:
+                raise Break("no-match", f"{_name(value)} runs with gradients switched off inside the block")
+        except Break as stop:
+            fact = None
+            self.broken[value] = Broken(stop.reason, stop.detail, value)
+        if fact is not None:
+            self._of[value] = fact
+            return
+        # What is computed from a broken proof is broken for the same reason; a new block starts from fresh facts.
+        spoiled = next((self.broken[v] for v in value.inputs if v in self.broken), None)
+        if spoiled is not None:
+            self.broken[value] = spoiled
+
+    def _inside(self, value: Value) -> bool:
+        """Whether `value` is known as rows between the up projection and the combine."""
+        return isinstance(self._of.get(value), (Pointwise, Grid))
+
+
+RULES: dict[Any, Callable] = {}
+
+
+def rule(*ops) -> Callable:
+    """Registers a function as the rule of `ops`; names of ops that this torch does not have are skipped."""
+
+    def register(function: Callable) -> Callable:
+        for op in ops:
+            RULES[op] = function
+        return function
+
+    return register
+
+
+def same(a, b) -> bool:
+    """Whether two sizes are equal for certain, whatever the symbols in them stand for; adds no guard."""
+    return bool(statically_known_true(a == b))
+
+
+def _name(value: Value) -> str:
+    return str(value.op).removesuffix(".default")
+
+
+def _number(a) -> float | None:
+    """A constant as a float; a symbolic float is pinned, with the guard that this takes."""
+    if isinstance(a, bool):
+        return None
+    return float(a) if isinstance(a, (int, float, torch.SymFloat)) else None
+
+
+def _dim(value: Value, dim: int) -> int:
+    return dim % max(1, len(value.meta.shape))
+
+
+def _peel(value: Value) -> Value:
+    """`value` without casts and copies that keep an expert number what it is."""
+    while True:
+        exact = value.meta.dtype in _EXACT
+        if value.op in (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default) and exact:
+            value = value.args[0]
+        else:
+            return value
+
+
+_EXACT = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _root(value: Value) -> Value:
+    """The value that expert numbers stem from: without casts, copies and changes of shape that keep their order."""
+    while True:
+        value = _peel(value)
+        if value.op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim):
+            value = value.args[0]
+        else:
+            return value
+
+
+def _integer(value: Value) -> bool:
+    return not value.meta.dtype.is_floating_point and value.meta.dtype != torch.bool
+
+
+# Constants and integers
+
+
+@rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _arange(facts, value, *args, **kwargs):
+    start, step = (*args, 1)[0:3:2] if len(args) > 1 else (0, 1)
+    return Iota() if start == 0 and step == 1 and _integer(value) else None
+
+
+@rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
+def _zeros(facts, value, *args, **kwargs):
+    return Full(0.0)
+
+
+@rule(aten.full.default, aten.full_like.default, aten.new_full.default)
+def _full(facts, value, base, number=None, *args, fill_value=None, **kwargs):
+    number = args[0] if value.op is aten.new_full.default else number if number is not None else fill_value
+    number = _number(number)
+    return None if number is None else Full(number)
+
+
+@rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+def _sort(facts, value, a, dim=-1, descending=False, *, stable=None, **kwargs):
+    if len(a.meta.shape) != 1 or descending or kwargs.get("descending") or not _integer(a):
+        return None
+    positions = value.index == 1 or value.op in (aten.argsort.default, aten.argsort.stable)
+    fact = facts.of(a)
+    if isinstance(fact, Perm):
+        return Inverse(fact.ids) if positions else Iota()
+    if fact is not None and not (isinstance(fact, Expert) and fact.order == SLOT and not fact.clamped):
+        return None
+    ids = _root(a)
+    return Perm(ids) if positions else Expert(ids, SORTED)
+
+
+@rule(aten.floor_divide.default, aten.div.Tensor_mode)
+def _floor_divide(facts, value, a, k, rounding_mode="floor"):
+    fact = facts.of(a)
+    if not isinstance(k, int) or k < 1 or rounding_mode not in ("floor", "trunc") or not _integer(value):
+        return _binary_div(facts, value, a, k) if rounding_mode is None else None
+    if isinstance(fact, Perm):
+        return Token(fact.ids, SORTED, k)
+    return Token(None, SLOT, k) if isinstance(fact, Iota) else None
+
+
+@rule(aten.histc.default)
+def _histc(facts, value, a, bins=100, min=0, max=0):
+    ids = _experts_counted(facts, a)
+    return Counts(ids, bins) if ids is not None and min == 0 and max == bins - 1 else None
+
+
+@rule(aten.bincount.default)
+def _bincount(facts, value, a, weights=None, minlength=0):
+    ids = _experts_counted(facts, a)
+    return Counts(ids, minlength) if ids is not None and weights is None and minlength > 0 else None
+
+
+def _experts_counted(facts: Facts, a: Value) -> Value | None:
+    a = _peel(a)
+    fact = facts.of(a)
+    if isinstance(fact, Expert):
+        return None if fact.clamped else fact.ids
+    return _root(a) if fact is None and _integer(a) else None
+
+
+@rule(aten.cumsum.default)
+def _cumsum(facts, value, a, dim, **kwargs):
+    fact = facts.of(a)
+    return Offsets(fact.ids, fact.num_experts) if isinstance(fact, Counts) and _dim(a, dim) == 0 else None
+
+
+@rule(aten.searchsorted.Tensor)
+def _searchsorted(facts, value, a, b, *, right=False, side=None, **kwargs):
+    fact, probe = facts.of(a), facts.of(b)
+    past = right or side == "right"
+    if isinstance(fact, Expert) and fact.order == SORTED and not fact.clamped and isinstance(probe, Iota) and past:
+        return Offsets(fact.ids, value.meta.shape[0])
+    return None
+
+
+@rule(aten.ge.Scalar, aten.eq.Scalar, aten.lt.Scalar, aten.ne.Scalar)
+def _compare(facts, value, a, number):
+    fact = facts.of(a)
+    if not isinstance(fact, Expert) or fact.order != SORTED or fact.clamped or not isinstance(number, int):
+        return None
+    return NoRoute(fact.ids, number, value.op in (aten.lt.Scalar, aten.ne.Scalar))
+
+
+@rule(aten.bitwise_not.default, aten.logical_not.default)
+def _not(facts, value, a):
+    fact = facts.of(a)
+    return replace(fact, negated=not fact.negated) if isinstance(fact, NoRoute) else None
+
+
+# Changes of place and shape
+
+
+@rule(aten.index.Tensor)
+def _index(facts, value, a, indices):
+    return _take(facts, value, a, indices[0]) if len(indices) == 1 and indices[0] is not None else None
+
+
+@rule(aten.index_select.default)
+def _index_select(facts, value, a, dim, index):
+    return _take(facts, value, a, index) if _dim(a, dim) == 0 else None
+
+
+@rule(aten.gather.default)
+def _gather(facts, value, a, dim, index, **kwargs):
+    # The index of a gather along rows must not change within a row: it is then an expanded row index.
+    whole_rows = len(index.meta.shape) == 1 or index.op is aten.expand.default
+    return _take(facts, value, a, index) if _dim(a, dim) == 0 and whole_rows else None
+
+
+def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
+    """Rows of `a` picked by `index` along dimension 0."""
+    fact, by = facts.of(a), facts.of(index)
+    if isinstance(by, Token):
+        if fact is None and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
+            return Rows(a, by.k, by.ids, by.order, dtypes=frozenset([a.meta.dtype]))
+        return None
+    if isinstance(by, Perm):
+        if isinstance(fact, Inverse):
+            return Iota() if fact.ids is by.ids else None
+        if isinstance(fact, Iota):
+            return Perm(by.ids)
+        if isinstance(fact, (Rows, Pointwise, Token, RowWeight, Expert)) and fact.order == SLOT:
+            return replace(fact, ids=by.ids, order=SORTED) if fact.ids in (None, by.ids) else None
+        if fact is not None:
+            return None
+        if _integer(a):
+            return Expert(by.ids, SORTED) if _root(a) is by.ids else None
+        one_per_row = len(a.meta.shape) == 1 or (len(a.meta.shape) == 2 and same(a.meta.shape[1], 1))
+        return RowWeight(a, by.ids, SORTED) if one_per_row and a.meta.dtype.is_floating_point else None
+    if isinstance(by, Inverse) and isinstance(fact, (Rows, Pointwise, Token, RowWeight, Expert)):
+        if fact.order != SORTED or fact.ids is not by.ids:
+            raise Break("no-match", "rows are put back in order by the permutation of another routing")
+        return replace(fact, order=SLOT)
+    expert = by if isinstance(by, Expert) else None
+    if expert is not None and fact is None and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
+        return BiasRows(a, expert.ids, expert.order)
+    return None
+
+
+@rule(aten.index_put.default)
+def _index_put(facts, value, base, indices, source, accumulate=False):
+    if len(indices) != 1 or not isinstance(indices[0], Value):
+        return None
+    if accumulate:
+        return _scatter_rows(facts, value, base, indices[0], source)
+    return _inverse(facts, indices[0], source)
+
+
+@rule(aten.scatter.src)
+def _scatter(facts, value, base, dim, index, source):
+    return _inverse(facts, index, source) if len(index.meta.shape) == 1 else None
+
+
+def _inverse(facts: Facts, index: Value, source: Value) -> Fact | None:
+    by = facts.of(index)
+    return Inverse(by.ids) if isinstance(by, Perm) and isinstance(facts.of(source), Iota) else None
+
+
+@rule(aten.index_add.default)
+def _index_add(facts, value, base, dim, index, source, *, alpha=1):
+    return _scatter_rows(facts, value, base, index, source) if _dim(base, dim) == 0 and alpha == 1 else None
+
+
+@rule(aten.scatter_add.default)
+def _scatter_add(facts, value, base, dim, index, source):
+    whole_rows = index.op is aten.expand.default or same(base.meta.shape[-1], 1)
+    return _scatter_rows(facts, value, base, index, source) if _dim(base, dim) == 0 and whole_rows else None
+
+
+def _scatter_rows(facts: Facts, value: Value, base: Value, index: Value, source: Value) -> Fact | None:
+    """Rows of `source` added onto their tokens' rows of `base`."""
+    by, rows = facts.of(index), facts.of(source)
+    if not isinstance(rows, Pointwise):
+        return None
+    if not isinstance(by, Token):
+        raise Break("no-match", "rows are added up by an index that is not proven to be their token")
+    if by.order != rows.order or by.k != rows.k or by.ids not in (None, rows.ids):
+        raise Break("no-match", "rows are added up by the token index of another order or routing")
+    return _combined(facts, rows, None if facts.of(base) == Full(0.0) else base)
+
+
+@rule(aten.sum.dim_IntList)
+def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
+    fact = facts.of(a)
+    if not isinstance(fact, Grid):
+        return None
+    if keepdim or dim is None or [_dim(a, d) for d in dim] != [1]:
+        raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
+    return _combined(facts, fact.rows, None)
+
+
+def _combined(facts: Facts, rows: Fact, base: Value | None) -> Combined:
+    if not isinstance(rows, Pointwise) or rows.bare is None or rows.level != 2:
+        raise Break("no-match", "the rows that are combined are not the plain output of a down projection")
+    return Combined(rows, base)
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(facts, value, a, shape):
+    fact = facts.of(a)
+    old, new = a.meta.shape, value.meta.shape
+    if len(old) == len(new) and all(map(same, old, new)):
+        return fact
+    if isinstance(fact, (Rows, Pointwise)):
+        if len(new) == 3 and same(new[1], fact.k) and same(new[2], old[1]) and fact.order == SLOT:
+            return Grid(fact)
+        return None
+    if isinstance(fact, Grid):
+        return fact.rows if len(new) == 2 and same(new[1], old[2]) else None
+    flat = len(old) == 1 and all(same(n, 1) for n in new[1:])
+    column = len(new) == 1 and all(same(n, 1) for n in old[1:])
+    return fact if _per_row(fact) and (flat or column) else None
+
+
+@rule(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+def _repeat(facts, value, a, *args, **kwargs):
+    fact = facts.of(a)
+    kept = len(value.meta.shape) > 0 and same(value.meta.shape[0], a.meta.shape[0])
+    return fact if _per_row(fact) and kept else None
+
+
+def _per_row(fact: Fact | None) -> bool:
+    return isinstance(fact, (Expert, Perm, Inverse, Token, NoRoute, RowWeight, Full))
+
+
+@rule(aten.clone.default, aten.alias.default, aten.lift_fresh.default, aten.contiguous.default)
+def _identity(facts, value, a, *args, **kwargs):
+    return facts.of(a)
+
+
+@rule(aten.detach.default)
+def _detach(facts, value, a):
+    fact = facts.of(a)
+    if isinstance(fact, (Rows, Pointwise, Grid)):
+        raise Break("no-match", "the graph is cut by detach() inside the block")
+    return fact
+
+
+@rule(aten._to_copy.default)
+def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
+    fact = facts.of(a)
+    if device is not None and value.meta.device != a.meta.device:
+        return None
+    if value.meta.dtype.is_floating_point != a.meta.dtype.is_floating_point:
+        exact = isinstance(fact, (Expert, Counts)) and value.meta.dtype in _EXACT
+        return fact if exact else None
+    if isinstance(fact, (Rows, Pointwise)):
+        return replace(fact, dtypes=fact.dtypes | {value.meta.dtype})
+    if isinstance(fact, Grid):
+        return Grid(replace(fact.rows, dtypes=fact.rows.dtypes | {value.meta.dtype}))
+    if isinstance(fact, (RowWeight, BiasRows)) and value.meta.dtype.itemsize < a.meta.dtype.itemsize:
+        raise Break("dtype", f"routing weights or biases are narrowed to {value.meta.dtype} inside the block")
+    return fact
+
+
+@rule(aten.masked_fill.Scalar)
+def _masked_fill(facts, value, a, mask, number):
+    return _masked(facts, facts.of(a), facts.of(mask), number)
+
+
+@rule(aten.masked_fill.Tensor)
+def _masked_fill_tensor(facts, value, a, mask, number):
+    full = facts.of(number)
+    return _masked(facts, facts.of(a), facts.of(mask), full.number if isinstance(full, Full) else None)
+
+
+@rule(aten.where.self, aten.where.ScalarOther)
+def _where(facts, value, mask, a, b):
+    other = facts.of(b)
+    number = other.number if isinstance(other, Full) else _number(b)
+    by = facts.of(mask)
+    by = replace(by, negated=not by.negated) if isinstance(by, NoRoute) else None
+    return _masked(facts, facts.of(a), by, number)
+
+
+def _masked(facts: Facts, fact: Fact | None, mask: Fact | None, number: float | None) -> Fact | None:
+    """Rows without expert set to zero: they contribute nothing anyway."""
+    if not isinstance(fact, (Rows, Pointwise, RowWeight, BiasRows)):
+        return None
+    routed = isinstance(mask, NoRoute) and not mask.negated and mask.ids is fact.ids and fact.order == SORTED
+    if not routed or number != 0:
+        raise Break("no-match", "rows are masked by something else than 'no expert has this row'")
+    return fact
+
+
+# The two projections
+
+
+@rule(aten._grouped_mm.default)
+def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
+    if not isinstance(offs, Value) or len(weight.meta.shape) != 3 or len(a.meta.shape) != 2:
+        return None
+    if bias is not None or out_dtype not in (None, value.meta.dtype):
+        raise Break("no-match", "the grouped matmul has a bias or an output dtype of its own")
+    source, ends = facts.of(a), facts.of(offs)
+    if weight.meta.subclass or a.meta.subclass:
+        raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
+    if not isinstance(source, (Rows, Pointwise)):
+        raise Break("no-match", "the rows of the grouped matmul are not proven to be tokens gathered by expert")
+    if not isinstance(ends, Offsets):
+        raise Break("no-match", "the offsets of the grouped matmul are not proven to be running counts of the ids")
+    if source.order != SORTED or source.ids is not ends.ids:
+        raise Break("no-match", "rows and offsets of the grouped matmul stem from different routings")
+    if not same(weight.meta.shape[0], ends.num_experts):
+        raise Break("no-match", f"{ends.num_experts} experts are counted, but the weight has {weight.meta.shape[0]}")
+    if facts.of(weight) is not None:
+        raise Break("no-match", "the weight of the grouped matmul depends on the routing")
+    if weight.meta.dtype != a.meta.dtype:
+        raise Break("dtype", f"rows are {a.meta.dtype}, the weight {weight.meta.dtype}")
+    projection = Projection(source, weight, ends.num_experts)
+    if projection.level > 2:
+        raise Break("no-match", "a third projection follows the down projection")
+    carried = source.weight if isinstance(source, Pointwise) else None
+    leaf = act.Expr("column", (Column(projection, "all"),))
+    return Pointwise(leaf, source.ids, source.k, SORTED, carried, frozenset([value.meta.dtype]))
+
+
+@rule(aten.split.Tensor)
+def _split(facts, value, a, size, dim=0):
+    fact = facts.of(a)
+    if not isinstance(fact, Pointwise):
+        return None
+    if _dim(a, dim) != 1 or not isinstance(size, int) or not same(a.meta.shape[1], 2 * size) or value.index > 1:
+        raise Break("no-match", "the up projection is not split into two halves")
+    return _half(fact, ("first", "second")[value.index])
+
+
+@rule(aten.split_with_sizes.default)
+def _split_with_sizes(facts, value, a, sizes, dim=0):
+    halves = len(sizes) == 2 and sizes[0] == sizes[1]
+    return _split(facts, value, a, sizes[0], dim) if halves else None
+
+
+@rule(aten.slice.Tensor)
+def _slice(facts, value, a, dim=0, start=None, end=None, step=1):
+    fact = facts.of(a)
+    length = a.meta.shape[_dim(a, dim)]
+    start = 0 if start is None else start
+    whole = step == 1 and same(value.meta.shape[_dim(a, dim)], length)
+    if whole:
+        return fact
+    if not isinstance(fact, Pointwise) or _dim(a, dim) != 1:
+        return None
+    if step == 2 and start in (0, 1) and same(value.meta.shape[1] * 2, length):
+        return _half(fact, ("even", "odd")[start])
+    if step == 1 and same(value.meta.shape[1] * 2, length):
+        if same(start, 0):
+            return _half(fact, "first")
+        if same(start, value.meta.shape[1]):
+            return _half(fact, "second")
+    raise Break("no-match", "the up projection is sliced, but not into its two halves")
+
+
+def _half(fact: Pointwise, part: str) -> Pointwise:
+    if fact.bare is None or fact.weight is not None:
+        raise Break("no-match", "something other than the plain up projection is split into halves")
+    return replace(fact, expr=act.Expr("column", (Column(fact.bare, part),)))
+
+
+# Arithmetic
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(facts, value, a, b):
+    left, right = facts.of(a), facts.of(b)
+    for fact, other, operand in ((left, right, b), (right, left, a)):
+        if isinstance(fact, (Pointwise, Rows)) and isinstance(other, RowWeight):
+            return _weighted(fact, other)
+        if isinstance(fact, Grid) and other is None and isinstance(operand, Value):
+            return _weighted_grid(fact, operand)
+        if isinstance(fact, Grid) and isinstance(other, RowWeight):
+            return _weighted_grid(fact, other.weights) if other.order == SLOT else None
+    return _arithmetic(value, act.mul, left, right, a, b)
+
+
+def _weighted(fact: Pointwise | Rows, by: RowWeight) -> Fact:
+    if fact.order != by.order or by.ids not in (None, fact.ids):
+        raise Break("no-match", "rows are multiplied by routing weights in another order than their own")
+    if fact.weight is not None:
+        raise Break("no-match", "rows are multiplied by routing weights twice")
+    return replace(fact, weight=by.weights)
+
+
+def _weighted_grid(fact: Grid, weights: Value) -> Fact | None:
+    shape = weights.meta.shape
+    if len(shape) != 3 or not same(shape[1], fact.rows.k) or not same(shape[2], 1):
+        return None
+    return Grid(_weighted(fact.rows, RowWeight(weights, None, SLOT)))
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def _add(facts, value, a, b, alpha=1):
+    left, right = facts.of(a), facts.of(b)
+    if alpha != 1:
+        return None
+    for fact, other in ((left, right), (right, left)):
+        if isinstance(fact, Pointwise) and isinstance(other, BiasRows):
+            return _biased(fact, other)
+        if isinstance(fact, Combined):
+            return None
+    return _arithmetic(value, act.add, left, right, a, b)
+
+
+def _biased(fact: Pointwise, bias: BiasRows) -> Fact:
+    projection = fact.bare
+    if projection is None or projection.bias is not None or fact.weight is not None:
+        raise Break("no-match", "a bias is added to something other than the plain output of a projection")
+    if bias.order != fact.order or bias.ids is not fact.ids:
+        raise Break("no-match", "the bias is picked by the ids of another routing")
+    leaf = act.Expr("column", (Column(replace(projection, bias=bias.bias), "all"),))
+    return replace(fact, expr=leaf)
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def _sub(facts, value, a, b, alpha=1):
+    if alpha != 1:
+        return None
+    return _arithmetic(value, lambda x, y: act.add(x, act.mul(-1.0, y)), facts.of(a), facts.of(b), a, b)
+
+
+@rule(aten.rsub.Scalar)
+def _rsub(facts, value, a, b, alpha=1):
+    return _sub(facts, value, b, a, alpha)
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def _binary_div(facts, value, a, b):
+    number = _number(b)
+    if number:
+        return _arithmetic(value, act.mul, facts.of(a), None, a, 1.0 / number)
+    divide = lambda x, y: act.mul(x, act.unary("reciprocal", y))  # noqa: E731
+    return _arithmetic(value, divide, facts.of(a), facts.of(b), a, b)
+
+
+def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | None:
+    """`combine` of two pointwise functions of the same rows, or of one and a constant."""
+    base = left if isinstance(left, Pointwise) else right
+    if not isinstance(base, Pointwise):
+        return None
+    sides = []
+    for fact, operand in ((left, a), (right, b)):
+        number = fact.number if isinstance(fact, Full) else _number(operand)
+        if isinstance(fact, Pointwise):
+            if fact.ids is not base.ids or fact.order != base.order or fact.weight is not None:
+                raise Break("no-match", f"{_name(value)} joins rows of different order, routing or weight")
+            sides.append(fact.expr)
+        elif number is not None:
+            sides.append(number)
+        else:
+            raise Break("activation", f"{_name(value)} joins the experts' rows with a tensor from elsewhere")
+    if base.level > 1:
+        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
+    dtypes = base.dtypes.union(*(f.dtypes for f in (left, right) if isinstance(f, Pointwise)), {value.meta.dtype})
+    return replace(base, expr=combine(*sides), dtypes=dtypes)
+
+
+def _unary(name: str, *ops) -> None:
+    @rule(*ops)
+    def apply(facts, value, a, *args, **kwargs):
+        return _function(facts, value, a, lambda x: act.unary(name, x))
+
+
+def _function(facts: Facts, value: Value, a: Value, function: Callable) -> Fact | None:
+    fact = facts.of(a)
+    if not isinstance(fact, Pointwise):
+        return None
+    if fact.weight is not None:
+        raise Break("activation", f"{_name(value)} is applied after the routing weights")
+    if fact.level > 1:
+        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
+    return replace(fact, expr=function(fact.expr), dtypes=fact.dtypes | {value.meta.dtype})
+
+
+for _function_name, _ops in {
+    "sigmoid": [aten.sigmoid.default],
+    "silu": [aten.silu.default],
+    "relu": [aten.relu.default],
+    "tanh": [aten.tanh.default],
+    "exp": [aten.exp.default],
+    "erf": [aten.erf.default],
+    "sqrt": [aten.sqrt.default],
+    "rsqrt": [aten.rsqrt.default],
+    "reciprocal": [aten.reciprocal.default],
+    "square": [aten.square.default],
+}.items():
+    _unary(_function_name, *_ops)
+
+
+@rule(aten.gelu.default)
+def _gelu(facts, value, a, *, approximate="none"):
+    return _function(facts, value, a, lambda x: act.unary("gelu" if approximate == "none" else "gelu_tanh", x))
+
+
+@rule(aten.softplus.default)
+def _softplus(facts, value, a, beta=1, threshold=20):
+    return _function(facts, value, a, lambda x: act.unary("softplus", x)) if (beta, threshold) == (1, 20) else None
+
+
+@rule(aten.neg.default)
+def _neg(facts, value, a):
+    return _function(facts, value, a, lambda x: act.mul(-1.0, x))
+
+
+@rule(aten.pow.Tensor_Scalar)
+def _pow(facts, value, a, exponent):
+    return _function(facts, value, a, lambda x: act.unary("square", x)) if exponent == 2 else None
+
+
+@rule(aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default, aten.hardtanh.default)
+def _clamp(facts, value, a, *args, min=None, max=None):
+    if value.op is aten.clamp_max.default:
+        low, high = None, args[0] if args else max
+    elif value.op is aten.clamp_min.default:
+        low, high = args[0] if args else min, None
+    else:
+        low, high = (*args, min if not args else None, max if len(args) < 2 else None)[:2]
+    fact = facts.of(a)
+    if isinstance(fact, Expert):
+        return replace(fact, clamped=True) if low in (None, 0) and high is not None else None
+    low, high = _number(low), _number(high)
+    if (low, high) == (None, None) or (low is not None and math.isnan(low)) or (high is not None and math.isnan(high)):
+        return None
+    return _function(facts, value, a, lambda x: act.clamp(x, low, high))
+
+
+def register_foreign() -> None:
+    """Rules for ops of other libraries, once those are loaded."""
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if fallback is not None:
+        RULES[fallback.default] = _grouped_mm

@@ -1,0 +1,365 @@
+"""From facts to sites: where a graph holds a whole MoE block, or where the proof of one broke.
+
+A `Block` says everything needed to replace the block by one op; a `Miss` says why there is none. Both start from the
+same anchors, the grouped matmuls: each anchor ends up in a block or in a miss, never nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mok_compile import activation as act
+from mok_compile.passes.facts import Broken, Column, Combined, Grid, Pointwise, Projection, Rows
+from mok_compile.passes.rules import Break, Facts, register_foreign, same
+from mok_compile.passes.view import Cell, Value, View
+from mok_compile.spec import ExpertsSpec, dtype_name
+
+aten = torch.ops.aten
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A proven MoE block. Operands are values of the view; up, down and their biases in the order of the op."""
+
+    final: fx.Node
+    anchors: tuple[fx.Node, ...]
+    region: frozenset[fx.Node]
+    spec: ExpertsSpec
+    k: int
+    x: Value
+    ids: Value
+    weights: Value | None
+    up: tuple[Value, ...]
+    down: Value
+    up_bias: tuple[Value, ...]
+    down_bias: Value | None
+    base: Value | None
+
+    @property
+    def operands(self) -> list[Value]:
+        """All values that the block reads from outside."""
+        found = (self.x, self.ids, self.weights, *self.up, self.down, *self.up_bias, self.down_bias, self.base)
+        return [v for v in found if v is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """A block that was recognised but not proven: reason code, one sentence, and the node where the proof broke."""
+
+    anchors: tuple[fx.Node, ...]
+    reason: str
+    detail: str
+    at: fx.Node
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """All sites of one graph, in program order."""
+
+    view: View | None
+    blocks: list[Block]
+    misses: list[Miss]
+
+
+def is_anchor(node: fx.Node) -> bool:
+    """Whether `node` is a grouped matmul, under any of its names."""
+    return node.op == "call_function" and "grouped_mm" in getattr(node.target, "__name__", str(node.target))
+
+
+def analyse(graph: fx.Graph) -> Analysis:
+    """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
+    anchors = [node for node in graph.nodes if is_anchor(node)]
+    if not anchors:
+        return Analysis(None, [], [])
+    register_foreign()
+    view = View(graph)
+    facts = Facts(view)
+    blocks, broken = [], {}
+    for final in _finals(graph, view, facts):
+        try:
+            blocks.append(_block(final, view, facts))
+        except Break as stop:
+            for anchor in _anchors_of(final, view, facts):
+                broken[anchor] = (stop, final)
+    fused = {anchor for block in blocks for anchor in block.anchors}
+    rest = [anchor for anchor in anchors if anchor not in fused]
+    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)))
+
+
+def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
+    """The nodes that hold a block's result: the combined rows, after the casts that nothing else sees past."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in seen or not isinstance(_made(node, view, facts), Combined):
+            continue
+        seen.add(node)
+        while len(node.users) == 1:
+            user = next(iter(node.users))
+            if user.op == "output" or not isinstance(_made(user, view, facts), Combined):
+                break
+            if _made(user, view, facts).base is not _made(node, view, facts).base:
+                break
+            node = user
+            seen.add(node)
+        yield node
+
+
+def _made(node: fx.Node, view: View, facts: Facts):
+    value = view.value(node)
+    return facts.of(value) if value is not None else None
+
+
+def _block(final: fx.Node, view: View, facts: Facts) -> Block:
+    result = view.value(final)
+    combined: Combined = facts.of(result)
+    down = combined.rows.bare
+    source = down.source
+    if not isinstance(source, Pointwise):
+        raise Break("no-match", "the combined rows come from a single projection")
+    layout, ups, expr = _layout(source)
+    rows: Rows = ups[0].source
+    weights = combined.rows.weight
+    if rows.weight is not None and weights is not None:
+        raise Break("no-match", "routing weights are applied before and after the experts")
+    if combined.rows.weight is not None and source.weight is not None and down.bias is not None:
+        raise Break("no-match", "routing weights multiply the activations, but a bias follows them")
+    _check_sizes(result, rows, ups, down, layout)
+    _check_dtypes(rows, source, ups, down, combined.rows, result)
+    spec = ExpertsSpec(
+        activation=str(expr),
+        layout=layout,
+        out_dtype=dtype_name(result.meta.dtype),
+        weight_on="input" if rows.weight is not None else "output",
+    )
+    roots = [rows.x, rows.ids, weights if weights is not None else rows.weight, combined.base]
+    for projection in (*ups, down):
+        roots += [stored(projection.weight), projection.bias]
+    region = _region(final, view, {r for r in roots if r is not None})
+    _check_interior(final, region, view, facts)
+    return Block(
+        final=final,
+        anchors=tuple(n for n in region if is_anchor(n)),
+        region=frozenset(region),
+        spec=spec,
+        k=rows.k,
+        x=rows.x,
+        ids=rows.ids,
+        weights=weights if weights is not None else rows.weight,
+        up=tuple(p.weight for p in ups),
+        down=down.weight,
+        up_bias=tuple(p.bias for p in ups if p.bias is not None),
+        down_bias=down.bias,
+        base=combined.base,
+    )
+
+
+def _layout(source: Pointwise) -> tuple[str, list[Projection], act.Expr]:
+    """Layout of the up projection, its projections (gate first) and the activation in terms of gate and up."""
+    columns = source.columns
+    projections = list(dict.fromkeys(c.projection for c in columns))
+    parts = {c.part for c in columns}
+    leaf = {c: act.Expr("column", (c,)) for c in columns}
+    if any(p.level != 1 for p in projections) or len({p.source for p in projections}) != 1:
+        raise Break("no-match", "gate and up project different rows")
+    if len(projections) == 1 and parts in ({"first", "second"}, {"even", "odd"}):
+        layout = "concat" if "first" in parts else "interleaved"
+        names = {"first": act.GATE, "second": act.UP, "even": act.GATE, "odd": act.UP}
+        return layout, projections, act.substitute(source.expr, {leaf[c]: names[c.part] for c in columns})
+    if len(projections) == 1 and parts == {"all"}:
+        return "single", projections, act.substitute(source.expr, {leaf[columns[0]]: act.UP})
+    if len(projections) == 2 and parts == {"all"}:
+        if len([p for p in projections if p.bias is not None]) == 1:
+            raise Break("layout", "one of gate and up has a bias, the other has none")
+        orders = [(columns[0], columns[1]), (columns[1], columns[0])]
+        exprs = [act.substitute(source.expr, {leaf[g]: act.GATE, leaf[u]: act.UP}) for g, u in orders]
+        best = next((i for i, e in enumerate(exprs) if _gate_named(e)), 0)
+        return "separate", [c.projection for c in orders[best]], exprs[best]
+    raise Break("layout", f"the activation reads an unusual choice of columns: {sorted(map(repr, columns))}")
+
+
+def _gate_named(expr: act.Expr) -> bool:
+    form = act.gated_form(expr)
+    return form is not None and form.gate_leaf == "gate"
+
+
+def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Projection, layout: str) -> None:
+    experts, inner, hidden = down.weight.meta.shape
+    if not all(isinstance(size, int) for p in (*ups, down) for size in p.weight.meta.shape):
+        raise Break("shape", "the sizes of the experts' weights are symbolic")
+    columns = 2 * inner if layout in ("concat", "interleaved") else inner
+    if any(tuple(p.weight.meta.shape) != (experts, hidden, columns) for p in ups):
+        shapes = [tuple(p.weight.meta.shape) for p in (*ups, down)]
+        raise Break("shape", f"the shapes of up and down projection do not fit one expert MLP: {shapes}")
+    tokens = rows.x.meta.shape[0]
+    if not same(rows.x.meta.shape[1], hidden) or len(result.meta.shape) != 2 or not same(result.meta.shape[0], tokens):
+        raise Break("shape", "the result has another shape than the tokens that went in")
+    for projection, width in ((ups[0], columns), (ups[-1], columns), (down, hidden)):
+        if projection.bias is not None and tuple(projection.bias.meta.shape) != (experts, width):
+            raise Break("shape", f"a bias has the shape {tuple(projection.bias.meta.shape)}")
+
+
+def _check_dtypes(
+    rows: Rows, source: Pointwise, ups: list[Projection], down: Projection, out: Pointwise, result: Value
+) -> None:
+    dtype = down.weight.meta.dtype
+    tensors = [p.weight for p in ups] + [p.bias for p in (*ups, down) if p.bias is not None]
+    if dtype not in DTYPES or any(t.meta.dtype != dtype for t in tensors):
+        raise Break("dtype", f"weights and biases are {sorted({str(t.meta.dtype) for t in (down.weight, *tensors)})}")
+
+    def narrower(d: torch.dtype) -> bool:
+        return d.itemsize < dtype.itemsize or (d.itemsize == dtype.itemsize and d != dtype)
+
+    lost = [d for d in source.dtypes | out.dtypes | {result.meta.dtype} if narrower(d)]
+    lost += [d for d in rows.dtypes if narrower(d) and d != rows.x.meta.dtype]
+    if lost and lost != [result.meta.dtype]:
+        raise Break("dtype", f"values inside the block are rounded to {lost[0]}, the weights are {dtype}")
+
+
+def stored(weight: Value) -> Value:
+    """The value that a weight operand [E, in, out] is a transposed view of, or the operand itself."""
+    if weight.op is aten.transpose.int and {d % 3 for d in weight.args[1:3]} == {1, 2}:
+        return weight.args[0]
+    if weight.op is aten.permute.default and tuple(weight.args[1]) == (0, 2, 1):
+        return weight.args[0]
+    return weight
+
+
+def _region(final: fx.Node, view: View, roots: set[Value]) -> set[fx.Node]:
+    """The nodes between the block's operands and `final`, with the in-place ops on what they make."""
+    region: set[fx.Node] = set()
+    pending = [(final, view.positions[final] + 1)]
+    while pending:
+        node, read = pending.pop()
+        cells = view.cells.get(node)
+        if node in region or node.op == "placeholder" or (cells is None and not _writes(node, view)):
+            continue
+        if isinstance(cells, Cell) and node is not final and cells.value_at(read) in roots:
+            continue
+        region.add(node)
+        for arg in node.all_input_nodes:
+            pending.append((arg, view.positions[node]))
+        for storage in view.storages(node):
+            pending += [(w, read) for w in storage.writers if view.positions[w] < read]
+    return region
+
+
+def _writes(node: fx.Node, view: View) -> bool:
+    return any(node in storage.writers for arg in node.all_input_nodes for storage in view.storages(arg))
+
+
+def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Facts) -> None:
+    """The rows inside the block must not be read from outside."""
+    finals = set(view.storages(final))
+    for node in region:
+        if finals & set(view.storages(node)):
+            continue
+        routed = any(isinstance(facts.of(v), (Rows, Pointwise, Grid)) for v in view.made[node])
+        for user in node.users if routed else ():
+            if user in region:
+                continue
+            if "hook" in str(user.target):
+                raise Break("hooks", f"a hook sits on {node.name}, a value inside the block")
+            what = "is returned from the graph (a hook or recorder may keep it)" if user.op == "output" else "is read"
+            raise Break("interior-use", f"{node.name}, a value inside the block, {what} outside of it")
+
+
+def _anchors_of(final: fx.Node, view: View, facts: Facts) -> list[fx.Node]:
+    """The grouped matmuls that `final` is computed from."""
+    weights = set()
+
+    def collect(projection: Projection) -> None:
+        weights.add(projection.weight)
+        if isinstance(projection.source, Pointwise):
+            for column in projection.source.columns:
+                collect(column.projection)
+
+    for column in _made(final, view, facts).rows.columns:
+        collect(column.projection)
+    return [
+        node for node in view.made if is_anchor(node) and any(w in weights for v in view.made[node] for w in v.inputs)
+    ]
+
+
+def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> Iterator[Miss]:
+    """One miss for each group of anchors that belong to one block: those of one call of one module."""
+    groups: list[list[fx.Node]] = []
+    for anchor in anchors:
+        before = groups[-1][-1] if groups else None
+        if before is not None and _one_block(before, anchor, view):
+            groups[-1].append(anchor)
+        else:
+            groups.append([anchor])
+    for group in groups:
+        known = next((broken[a] for a in group if a in broken), None)
+        if known is not None:
+            stop, at = known
+            yield Miss(tuple(group), stop.reason, stop.detail, at)
+            continue
+        stop = _first_break(group, view, facts)
+        if stop is None:
+            detail = "the output of the experts is never proven to be combined into one row per token"
+            yield Miss(tuple(group), "no-match", detail, group[-1])
+        else:
+            yield Miss(tuple(group), stop.reason, stop.detail, _node_of(stop.at, view, group[0]))
+
+
+def _one_block(a: fx.Node, b: fx.Node, view: View) -> bool:
+    """Whether two neighbouring anchors belong to one block: b depends on a, or both share an argument."""
+    if set(a.all_input_nodes) & {n for n in b.all_input_nodes if n.op != "get_attr"}:
+        return True
+    return module_of(a)[0] != "" and module_of(a)[0] == module_of(b)[0] and b in _descendants(a)
+
+
+def _descendants(node: fx.Node) -> set[fx.Node]:
+    found, pending = set(), [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _first_break(group: list[fx.Node], view: View, facts: Facts) -> Broken | None:
+    """The earliest place where the proof of this block broke: at one of its anchors or behind it."""
+    nodes = [*group, *_descendants(group[0])]
+    breaks = {facts.broken[v] for node in nodes for v in view.made.get(node, ()) if v in facts.broken}
+    anchors = {v for anchor in group for v in view.made[anchor]}
+    own = [b for b in breaks if _behind(anchors, b)]
+    return min(own, key=lambda b: b.at.number, default=None)
+
+
+def _behind(anchors: set[Value], stop: Broken) -> bool:
+    """Whether the proof broke at one of `anchors` or at something computed from one."""
+    seen, pending = set(), [stop.at]
+    while pending:
+        value = pending.pop()
+        if value in anchors:
+            return True
+        for v in value.inputs:
+            if v not in seen:
+                seen.add(v)
+                pending.append(v)
+    return False
+
+
+def _node_of(value: Value, view: View, otherwise: fx.Node) -> fx.Node:
+    return next((node for node, made in view.made.items() if value in made), otherwise)
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """Path and class name of the innermost module that `node` was traced in; empty where there is none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", ""
+    path, cls = list(stack.values())[-1]
+    path = path.removeprefix("L['self'].").removeprefix("L['fn'].")
+    return path, getattr(cls, "__name__", str(cls).rpartition(".")[2])
+
+
+__all__ = ["Analysis", "Block", "Column", "Miss", "analyse", "is_anchor", "module_of"]

@@ -1,0 +1,174 @@
+"""Puts the fused op in the place of a proven block.
+
+All or nothing, in the Dynamo graph, before AOTAutograd. Operands are read just before the block's last node, so all
+that the block read must still hold the same value there. For each block: `insert` the op beside the old nodes (which
+`verify` can then compare), `commit` to hand the users over or `withdraw`; at the end `erase` what is left unused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mok_compile import engines
+from mok_compile.engines import Choice, Problem
+from mok_compile.passes.rules import Break, same
+from mok_compile.passes.site import Block, stored
+from mok_compile.passes.view import Cell, Value, View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Insertion:
+    """The fused op beside the block it stands for: all new nodes, the last of which is the result."""
+
+    block: Block
+    nodes: tuple[fx.Node, ...]
+    choice: Choice
+
+    @property
+    def result(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+class Substitution:
+    """The replacement of the blocks of one graph."""
+
+    def __init__(self, graph: fx.Graph, view: View, engine: str) -> None:
+        self.graph, self.view, self.engine = graph, view, engine
+        self._end: dict[fx.Node, int] = dict(view.positions)
+        self._committed: list[Block] = []
+
+    def insert(self, block: Block) -> Insertion:
+        """Adds the op for `block` just before its last node. Break("mutation") where operands are overwritten."""
+        self._check_result(block)
+        before = set(self.graph.nodes)
+        try:
+            with self.graph.inserting_before(block.final):
+                choice = self._call(block)
+        finally:
+            nodes = tuple(node for node in self.graph.nodes if node not in before)
+        for node in nodes:
+            self._end[node] = self.view.positions[block.final]
+        return Insertion(block, nodes, choice)
+
+    def commit(self, insertion: Insertion) -> None:
+        """From here on the op's result is what every node stood for that returned the block's result object."""
+        final = insertion.block.final
+        cell, end = self.view.cells[final], self.view.positions[final]
+        for node in [node for node, other in self.view.cells.items() if other is cell]:
+            for user in list(node.users):
+                if self._end[user] > end:
+                    user.replace_input_with(node, insertion.result)
+        self._committed.append(insertion.block)
+
+    def withdraw(self, insertion: Insertion) -> None:
+        """Takes the op out again."""
+        for node in reversed(insertion.nodes):
+            self.graph.erase_node(node)
+
+    def erase(self) -> None:
+        """Removes what the committed blocks leave unused, in-place ops on their own values included."""
+        for block in self._committed:
+            _erase(self.graph, block.region, self.view)
+
+    def _check_result(self, block: Block) -> None:
+        cell, end = self.view.cells[block.final], self.view.positions[block.final]
+        for node, other in self.view.cells.items():
+            if not isinstance(other, Cell) or other.storage is not cell.storage or self.view.positions[node] > end:
+                continue
+            outlives = other is not cell and any(self.view.positions[user] > end for user in node.users)
+            if node.op == "placeholder" or outlives:
+                raise Break("mutation", f"the result is written into memory that {node.name} shares")
+
+    def _call(self, block: Block) -> Choice:
+        x = self._operand(block, block.x)
+        down = self._weight(block, block.down)
+        if _fake(x).dtype != _fake(down).dtype:
+            x = self._emit(block, torch.Tensor.to, x, _fake(down).dtype)
+        ids = self._per_slot(block, block.ids)
+        if block.weights is None:
+            weights = self._emit(block, torch.ones_like, ids, dtype=_fake(x).dtype)
+        else:
+            weights = self._per_slot(block, block.weights)
+        lists = (
+            [self._weight(block, w) for w in block.up],
+            [down],
+            [self._operand(block, b) for b in block.up_bias],
+            [self._operand(block, b) for b in (block.down_bias,) if b is not None],
+        )
+        problem = Problem.of(_fake(x), _fake(ids), _fake(weights), [_fake(down)])
+        choice = engines.choose(block.spec, problem, self.engine)
+        call = self._emit(
+            block, torch.ops.mok.experts.default, x, ids, weights, *lists, block.spec.to_json(), choice.name
+        )
+        result = self._describe(block, self.graph.call_function(operator.getitem, (call, 0)), block.final)
+        if block.base is not None:
+            base = self._operand(block, block.base)
+            self._describe(block, self.graph.call_function(torch.add, (base, result)), block.final)
+        return choice
+
+    def _operand(self, block: Block, value: Value) -> fx.Node:
+        node = self.view.holder(value, block.final)
+        if node is None:
+            raise Break("mutation", "an input of the block is overwritten in place before the block ends")
+        return node
+
+    def _weight(self, block: Block, value: Value) -> fx.Node:
+        """A weight, given as the operand [E, in, out] of a matmul, as the op wants it: [E, out, in]."""
+        if stored(value) is not value:
+            return self._operand(block, stored(value))
+        return self._emit(block, torch.transpose, self._operand(block, value), 1, 2)
+
+    def _per_slot(self, block: Block, value: Value) -> fx.Node:
+        """Ids or routing weights as [T, K], from the most original value that is still held."""
+        while value.op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default):
+            if self.view.holder(value.args[0], block.final) is None:
+                break
+            value = value.args[0]
+        node, shape = self._operand(block, value), value.meta.shape
+        if len(shape) == 2 and same(shape[1], block.k):
+            return node
+        return self._emit(block, torch.reshape, node, (-1, block.k))
+
+    def _emit(self, block: Block, target: Callable, *args, **kwargs) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), _fake)
+        with torch.no_grad():
+            node.meta["example_value"] = target(*fake_args, **fake_kwargs)
+        return self._describe(block, node)
+
+    def _describe(self, block: Block, node: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        """Gives `node` the metadata that Dynamo's own nodes carry."""
+        if like is not None:
+            node.meta["example_value"] = like.meta["example_value"]
+        source = next(iter(block.anchors), block.final)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in source.meta:
+                node.meta[key] = source.meta[key]
+        return node
+
+
+def _fake(node: fx.Node) -> torch.Tensor:
+    return node.meta["example_value"]
+
+
+def _erase(graph: fx.Graph, region: frozenset[fx.Node], view: View) -> None:
+    """Removes the nodes of `region` that nothing outside needs; an in-place op is needed with what it writes into."""
+    needed: set[fx.Node] = set()
+    pending = [node for node in region if any(user not in region for user in node.users)]
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        pending += [arg for arg in node.all_input_nodes if arg in region]
+        for storage in view.storages(node):
+            pending += [writer for writer in storage.writers if writer in region]
+    for node in sorted(region - needed, key=view.positions.__getitem__, reverse=True):
+        graph.erase_node(node)

@@ -1,0 +1,114 @@
+"""``mok.verify``: each fused op against the nodes it would replace, on the real inputs of the compile.
+
+While old and new nodes stand side by side, the graph is interpreted once (inputs that it writes are copied first, the
+random state is put back). Where the graph computes gradients, those of all operands are compared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_iter
+
+from mok_compile.passes.substitute import Insertion
+from mok_compile.passes.view import Cell, View
+
+# Largest difference of a row, relative to its norm, that rounding explains.
+TOLERANCE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}
+# Rows much smaller than the largest one are measured against this share of it: cancellation leaves them noise.
+SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Worst relative error of a row, over the output and the operands' gradients; `where` it is."""
+
+    worst: float
+    where: str
+    tolerance: float
+
+    @property
+    def failed(self) -> bool:
+        return not self.worst <= self.tolerance
+
+    @property
+    def detail(self) -> str:
+        return f"relative error {self.worst:.1e} in {self.where}, more than {self.tolerance:.0e}"
+
+
+def verify(
+    gm: fx.GraphModule, view: View, insertions: Sequence[Insertion], inputs: Sequence[Any]
+) -> dict[Insertion, Comparison]:
+    """Runs `gm`, which holds blocks and their insertions side by side, and compares each pair."""
+    written = {node for node, cell in view.cells.items() if isinstance(cell, Cell) and cell.storage.writers}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    copies = [
+        given.detach().clone().requires_grad_(given.requires_grad) if node in written else given
+        for node, given in zip(placeholders, inputs, strict=True)
+    ]
+    devices = {t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        run = _Run(gm, insertions)
+        run.run(*copies)
+    return run.compared
+
+
+class _Run(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, insertions: Sequence[Insertion]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.by_final = {insertion.block.final: insertion for insertion in insertions}
+        self.compared: dict[Insertion, Comparison] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        insertion = self.by_final.get(node)
+        if insertion is not None:
+            self.compared[insertion] = self._compare(insertion, result, self.env[insertion.result])
+        return result
+
+    def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
+        call = next(n for n in insertion.nodes if n.target is torch.ops.mok.experts.default)
+        operands = {}
+        for node in call.all_input_nodes:
+            tensor = self.env[node]
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                operands[node] = tensor
+        errors = {"the output": _error(old, new)}
+        if new.requires_grad and old.requires_grad and operands:
+            seed = torch.randn_like(old)
+            grads = [
+                torch.autograd.grad(y, list(operands.values()), seed, retain_graph=True, allow_unused=True)
+                for y in (old, new)
+            ]
+            for node, a, b in zip(operands, *grads, strict=True):
+                errors[f"the gradient of {node.name}"] = _error(a, b)
+        elif new.requires_grad != old.requires_grad:
+            errors["the gradient, which only one side has,"] = float("inf")
+        where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
+        dtypes = [t.dtype for t in tree_iter(tuple(operands.values()) + (old,)) if t.dtype in TOLERANCE]
+        return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
+
+
+def _error(old: torch.Tensor | None, new: torch.Tensor | None) -> float:
+    """The largest norm of a row of old - new, relative to that row of old; NaN and Inf must be at the same places."""
+    if old is None or new is None:
+        present = new if old is None else old
+        return 0.0 if present is None or not present.any() else float("inf")
+    if old.shape != new.shape:
+        return float("inf")
+    old, new = old.detach().double(), new.detach().double()
+    if old.numel() == 0:
+        return 0.0
+    if not torch.equal(old.isnan(), new.isnan()):
+        return float("inf")
+    infinite = old.isinf() | new.isinf()
+    if not torch.equal(old[infinite], new[infinite]):
+        return float("inf")
+    old, new = old.masked_fill(infinite | old.isnan(), 0), new.masked_fill(infinite | new.isnan(), 0)
+    size = old.norm(dim=-1)
+    floor = (size.max() * SMALL).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((old - new).norm(dim=-1) / size.clamp(min=floor)).max())

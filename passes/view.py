@@ -1,0 +1,441 @@
+"""A functional ATen view of a Dynamo graph, for analysis only.
+
+Each Dynamo node is run once on fake tensors, whatever its spelling (function, method, operator), and the ATen ops it
+turns into are recorded; nodes that look alike (same target, same argument shapes) share one recording, so that
+identical layers cost almost nothing. The recordings are then replayed symbolically: a *value* is an ATen op applied to
+values, hash-consed, so that equal computations are the same object. In-place ops become functional: a *cell* (the
+tensor object that a node returns) holds one value after another, and cells that share memory know each other, so that
+it is clear which value a node stands for at each point of the program.
+
+The view never goes onward to the compiler: it would lose autograd structure, tags and parameter sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known of a tensor without its numbers. `shape` may hold SymInts."""
+
+    dtype: torch.dtype
+    shape: tuple
+    device: torch.device
+    subclass: bool = False
+
+    @staticmethod
+    def of(t: torch.Tensor) -> Meta:
+        return Meta(t.dtype, tuple(t.shape), t.device, is_traceable_wrapper_subclass(t))
+
+
+class Value:
+    """One tensor value: output `index` of `op` applied to `args` (values, constants, nested tuples of these).
+
+    `op` is an OpOverload, or "input" / "opaque" for what the view does not look into. `detached` marks values computed
+    while gradients were switched off inside a graph that computes gradients.
+    """
+
+    __slots__ = ("args", "detached", "index", "kwargs", "meta", "number", "op")
+
+    def __init__(self, number: int, op, args: tuple, kwargs: dict, index: int, meta: Meta, detached: bool) -> None:
+        self.number, self.op, self.args, self.kwargs = number, op, args, kwargs
+        self.index, self.meta, self.detached = index, meta, detached
+
+    def __repr__(self) -> str:
+        return f"v{self.number}"
+
+    @property
+    def inputs(self) -> Iterator[Value]:
+        return (a for a in tree_iter((self.args, self.kwargs)) if isinstance(a, Value))
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory: writing through one of its cells changes the others."""
+
+    cells: list[Cell] = field(default_factory=list)
+    writers: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Cell:
+    """A tensor object of the program: the values it has held, each with the position from which on it holds."""
+
+    storage: Storage
+    history: list[tuple[int, Value]]
+
+    @property
+    def value(self) -> Value:
+        return self.history[-1][1]
+
+    def value_at(self, position: int) -> Value | None:
+        """The value held just before the node at `position` runs; None if the cell does not exist yet."""
+        held = [v for p, v in self.history if p < position]
+        return held[-1] if held else None
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor in a recording: argument `number`, or output `index` of step `number`."""
+
+    step: bool
+    number: int
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class _Step:
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    outputs: tuple[tuple[_Ref, Meta, _Ref | None], ...]  # new tensors, and an earlier one that shares their memory
+    written: tuple[_Ref, ...]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    steps: tuple[_Step, ...]
+    result: Any  # nested structure of _Ref and constants
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+class View:
+    """The view of one graph.
+
+    `values` lists all values in program order; `made[node]` those that come to be at a node, `cells[node]` the tensor
+    object (or the structure of objects) that the node returns.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.values: list[Value] = []
+        self.made: dict[fx.Node, list[Value]] = {}
+        self.cells: dict[fx.Node, Any] = {}
+        self.positions = {node: i for i, node in enumerate(graph.nodes)}
+        self._interned: dict = {}
+        self._recordings: dict = {}
+        self._storages: dict[int, Storage] = {}
+        self._grad = self._initial_grad = torch.is_grad_enabled()
+        for node in graph.nodes:
+            self.made[node] = []
+            self._visit(node)
+
+    def value(self, node: fx.Node) -> Value | None:
+        """The value of `node` when it has just run; None if it does not return one tensor."""
+        cell = self.cells.get(node)
+        return cell.value_at(self.positions[node] + 1) if isinstance(cell, Cell) else None
+
+    def holder(self, value: Value, before: fx.Node) -> fx.Node | None:
+        """The latest node that still holds `value` when `before` is about to run."""
+        position = self.positions[before]
+        holders = (
+            node
+            for node, cell in self.cells.items()
+            if self.positions[node] < position and isinstance(cell, Cell) and cell.value_at(position) is value
+        )
+        return max(holders, key=self.positions.__getitem__, default=None)
+
+    def storages(self, node: fx.Node) -> list[Storage]:
+        """The memory that `node`'s results live in."""
+        return [c.storage for c in tree_iter(self.cells.get(node)) if isinstance(c, Cell)]
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "output":
+            return
+        if node.op in ("placeholder", "get_attr"):
+            self._hold(node, lambda example: self._intern(node, "input", (node.name,), {}, 0, Meta.of(example)))
+            return
+        if node.target is torch._C._set_grad_enabled:
+            self._grad = bool(node.args[0])
+            return
+        if node.target is operator.getitem and isinstance(node.args[1], int):
+            container = self.cells.get(node.args[0])
+            if isinstance(container, (tuple, list)):
+                self.cells[node] = container[node.args[1]]
+                return
+        recorded = self._record(node)
+        if recorded is None:
+            self._opaque(node)
+        else:
+            self._replay(node, *recorded)
+
+    def _intern(self, node: fx.Node, op, args: tuple, kwargs: dict, index: int, meta: Meta) -> Value:
+        detached = self._initial_grad and not self._grad and meta.dtype.is_floating_point
+        key = (op, _hashable(args), _hashable(kwargs), index, detached)
+        value = self._interned.get(key)
+        if value is None:
+            value = self._interned[key] = Value(len(self.values), op, args, kwargs, index, meta, detached)
+            self.values.append(value)
+        self.made[node].append(value)
+        return value
+
+    def _fresh(self, node: fx.Node, meta: Meta) -> Value:
+        """A value that equals no other."""
+        return self._intern(node, "opaque", (node.name, len(self.values)), {}, 0, meta)
+
+    def _hold(self, node: fx.Node, value_of: Callable[[torch.Tensor], Value]) -> None:
+        """Gives `node` new cells after its example values."""
+
+        def cell(example):
+            if not isinstance(example, torch.Tensor):
+                return None
+            return self._cell(node, value_of(example), self._storage(example))
+
+        example = node.meta.get("example_value")
+        if isinstance(example, (torch.Tensor, tuple, list)):
+            self.cells[node] = tree_map(cell, example)
+
+    def _cell(self, node: fx.Node, value: Value, storage: Storage) -> Cell:
+        cell = Cell(storage, [(self.positions[node], value)])
+        storage.cells.append(cell)
+        return cell
+
+    def _storage(self, example: torch.Tensor, known: Storage | None = None) -> Storage:
+        """The memory of `example`, by what Dynamo's own fake tensors share."""
+        try:
+            key = example.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return known or Storage()
+        return self._storages.setdefault(key, known or Storage())
+
+    def _write(self, node: fx.Node, cell: Cell, value: Value) -> None:
+        position = self.positions[node]
+        cell.storage.writers.append(node)
+        for other in cell.storage.cells:
+            other.history.append((position, value if other is cell else self._fresh(node, other.value.meta)))
+
+    def _opaque(self, node: fx.Node) -> None:
+        """A node that the view does not look into: its results are unknown, and it may have written its arguments."""
+        for arg in node.all_input_nodes:
+            example = arg.meta.get("example_value")
+            for cell, fake in zip(tree_leaves(self.cells.get(arg)), tree_leaves(example), strict=False):
+                if isinstance(cell, Cell) and _may_write(node, fake):
+                    self._write(node, cell, self._fresh(node, cell.value.meta))
+        self._hold(node, lambda example: self._fresh(node, Meta.of(example)))
+
+    def _record(self, node: fx.Node) -> tuple[_Recording, list[Cell]] | None:
+        """The recording of `node` and the cells of its tensor arguments; None if it cannot be recorded."""
+        call = _callable(node)
+        operands: dict[Cell, torch.Tensor] = {}
+
+        def convert(arg):
+            if not isinstance(arg, fx.Node):
+                return arg
+            example, held = arg.meta.get("example_value"), self.cells.get(arg)
+            if isinstance(example, (torch.Tensor, tuple, list)) and held is not None:
+                return tree_map(reference, held, example)
+            if isinstance(example, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return example
+            raise _Unknown
+
+        def reference(cell, example):
+            if not isinstance(cell, Cell):
+                raise _Unknown
+            operands.setdefault(cell, example)
+            return _Ref(False, list(operands).index(cell))
+
+        try:
+            args = map_aggregate((node.args, node.kwargs), convert)
+        except _Unknown:
+            return None
+        result = node.meta.get("example_value")
+        fakes = list(operands.values()) or tree_leaves(result)[:1]
+        if call is None or not fakes or not all(type(f) is FakeTensor for f in fakes):
+            return None
+        key = (node.op, node.target, _hashable(args), tuple(_signature(f) for f in operands.values()))
+        if key not in self._recordings:
+            self._recordings[key] = _run(call, args, list(operands.values()), fakes[0].fake_mode)
+        recording = self._recordings[key]
+        if recording is None or not _agrees(recording, node):
+            return None
+        return recording, list(operands)
+
+    def _replay(self, node: fx.Node, recording: _Recording, arguments: list[Cell]) -> None:
+        made: dict[_Ref, Cell] = {_Ref(False, i): cell for i, cell in enumerate(arguments)}
+        for step in recording.steps:
+            args, kwargs = _tuples(
+                map_aggregate((step.args, step.kwargs), lambda a: made[a].value if isinstance(a, _Ref) else a)
+            )
+            for ref in step.written:
+                functional = _functional(step.op)
+                meta = made[ref].value.meta
+                known = functional and len(step.written) == 1
+                value = self._intern(node, functional, args, kwargs, 0, meta) if known else self._fresh(node, meta)
+                self._write(node, made[ref], value)
+            for ref, meta, alias in step.outputs:
+                random = torch.Tag.nondeterministic_seeded in step.op.tags
+                new = (node, meta) if random else (node, step.op, args, kwargs, ref.index, meta)
+                value = self._fresh(*new) if random else self._intern(*new)
+                made[ref] = self._cell(node, value, made[alias].storage if alias else Storage())
+        examples = {
+            ref: e
+            for ref, e in zip(tree_leaves(recording.result), tree_leaves(node.meta.get("example_value")), strict=False)
+            if isinstance(ref, _Ref) and isinstance(e, torch.Tensor)
+        }
+        for ref, example in examples.items():
+            self._storage(example, made[ref].storage)
+        held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
+        if held is not None:
+            self.cells[node] = held
+
+
+class _Unknown(Exception):
+    """An argument of which no fake tensor is known."""
+
+
+_STATEFUL = ("_set_", "_enter_", "_exit_", "_vmap", "_assert", "_check", "manual_seed", "sym_")
+
+
+def _callable(node: fx.Node) -> Callable | None:
+    """What to call to record `node`; None for what must not run out of its place: state changes, higher-order ops,
+    functions that are not torch's."""
+    target = node.target
+    if node.op == "call_method":
+        return lambda self, *args, **kwargs: getattr(self, target)(*args, **kwargs)
+    if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return target
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or ""
+    known = module == "_operator" or module.startswith("torch") or getattr(torch, name, None) is target
+    return target if known and not name.startswith(_STATEFUL) else None
+
+
+def _run(call: Callable, args: tuple, examples: list[FakeTensor], mode) -> _Recording | None:
+    """Runs `call` on fresh fakes like `examples` and writes down the ATen ops; None if it fails."""
+    quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    try:
+        with torch.no_grad(), quiet, mode:
+            fakes = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
+            call_args, call_kwargs = map_aggregate(args, lambda a: fakes[a.number] if isinstance(a, _Ref) else a)
+            with _Recorder() as recorder:
+                result = call(*call_args, **call_kwargs)
+    except Exception:  # whatever a foreign op raises (no fake, data-dependent, wrong device): the node stays opaque
+        return None
+    refs = {id(fake): _Ref(False, i) for i, fake in enumerate(fakes)}
+    memory = {fake.untyped_storage()._cdata: _Ref(False, i) for i, fake in enumerate(fakes)}
+
+    def reference(a):
+        return refs.get(id(a), a) if isinstance(a, torch.Tensor) else a
+
+    steps = []
+    for number, (op, step_args, step_kwargs, out) in enumerate(recorder.calls):
+        step_args, step_kwargs = map_aggregate((tuple(step_args), step_kwargs), reference)
+        outputs = []
+        for index, tensor in enumerate(tree_leaves(out)):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in refs:
+                ref, storage = _Ref(True, number, index), tensor.untyped_storage()._cdata
+                outputs.append((ref, Meta.of(tensor), memory.get(storage)))
+                refs[id(tensor)] = ref
+                memory.setdefault(storage, ref)
+        steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), _written(op, step_args, step_kwargs)))
+    result = tree_map(reference, result)
+    unknown = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((result, [(s.args, s.kwargs) for s in steps])))
+    return None if unknown else _Recording(tuple(steps), result)
+
+
+def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[_Ref, ...]:
+    refs = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            refs += [r for r in tree_leaves(given) if isinstance(r, _Ref)]
+    return tuple(refs)
+
+
+def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The functional op of an in-place one (``add_`` -> ``add``); None for out= variants and ops without one."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(getattr(torch.ops, op.namespace), name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, op._overloadname, None)
+
+
+def _agrees(recording: _Recording, node: fx.Node) -> bool:
+    """Whether the recording's result looks as Dynamo says; it does not where autocast was on inside the graph."""
+    metas = {ref: meta for step in recording.steps for ref, meta, _ in step.outputs}
+    leaves = tree_leaves(recording.result), tree_leaves(node.meta.get("example_value"))
+    if len(leaves[0]) != len(leaves[1]):
+        return node.meta.get("example_value") is None
+    for ref, example in zip(*leaves, strict=True):
+        if isinstance(example, torch.Tensor) != isinstance(ref, _Ref):
+            return False
+        found = metas.get(ref)
+        if found and (found.dtype != example.dtype or _hashable(found.shape) != _hashable(example.shape)):
+            return False
+    return True
+
+
+def _may_write(node: fx.Node, fake: Any) -> bool:
+    """Whether an opaque node can have written a tensor. The version counter of Dynamo's own fake tells who never was
+    written; the bodies of higher-order ops work on fakes of their own, so these are read."""
+    bodies = [getattr(node.graph.owning_module, a.target, None) for a in node.all_input_nodes if a.op == "get_attr"]
+    bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
+    if bodies:
+        return any(_writes_anything(body) for body in bodies)
+    if not isinstance(fake, torch.Tensor):
+        return False
+    return fake.is_inference() or fake._version > 0
+
+
+def _writes_anything(body: fx.GraphModule) -> bool:
+    for node in body.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        augmented = node.target in _AUGMENTED or name == "__setitem__" or "out" in node.kwargs
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.op in ("call_function", "call_method") and (in_place or augmented or mutable):
+            return True
+    return any(_writes_anything(child) for child in body.children() if isinstance(child, fx.GraphModule))
+
+
+_AUGMENTED = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.ilshift, operator.irshift,
+}  # fmt: skip
+
+
+def _signature(t: torch.Tensor) -> tuple:
+    return t.dtype, str(t.device), _hashable(t.shape), _hashable(t.stride())
+
+
+def _tuples(a: Any) -> Any:
+    """Lists as tuples, so that arguments are immutable."""
+    if isinstance(a, (list, tuple)):
+        return tuple(_tuples(x) for x in a)
+    return {k: _tuples(v) for k, v in a.items()} if isinstance(a, dict) else a
+
+
+def _hashable(a: Any) -> Any:
+    """`a` as a dictionary key: equal only for equal computations (1, 1.0 and True differ)."""
+    if isinstance(a, (list, tuple)):
+        return tuple(_hashable(x) for x in a)
+    if isinstance(a, dict):
+        return tuple((k, _hashable(v)) for k, v in sorted(a.items()))
+    if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("sym", a.node.expr)
+    if isinstance(a, slice):
+        return ("slice", _hashable((a.start, a.stop, a.step)))
+    return (type(a), a) if isinstance(a, (int, float, bool)) else a
