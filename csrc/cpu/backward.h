@@ -1,0 +1,207 @@
+// The backward pass, tile by tile. With out = a @ down.T and y = sum of weight * out, the gradient of a routing weight
+// is <dy, out> = <dy @ down, a>: the product that the gradient of a needs anyway.
+#pragma once
+
+#include "forward.h"
+
+namespace mok {
+namespace {
+
+// <a, b>: sixteen partial sums, added in a fixed order.
+inline float dot(const float* a, const float* b, int64_t n) {
+  float sum[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int64_t j = 0; j < 16; j++) sum[j] += a[i + j] * b[i + j];
+  for (int64_t j = 0; i < n; i++, j++) sum[j] += a[i] * b[i];
+  for (int64_t width = 8; width > 0; width /= 2)
+    for (int64_t j = 0; j < width; j++) sum[j] += sum[j + width];
+  return sum[0];
+}
+
+template <class Element>
+Rows<Element> rows_of_dy(const Block& block) {
+  return {elements<Element>(block.dy), block.H, block.token};
+}
+
+// dh (gate columns first), a times its routing weight, and this tile's part of the routing weights' gradients, for rows
+// [r0, r1) of an expert and columns [c0, c1) of I.
+template <class Isa, class Element>
+void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
+  using Pack = Packing<Isa, Element>;
+  const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0, width = h_columns(block);
+  const Rows<Element> dy = rows_of_dy<Element>(block);
+  const Matrix& m = block.down[tile.expert];
+  multiply<Isa, Element>(
+      scratch, rows, block.H, 1, &n, false,
+      [&](int64_t r0, int64_t count, int64_t k0, int64_t k) {
+        return Pack::rows(scratch, dy, tile.r0 + r0, count, k0, k);
+      },
+      [&](int64_t, Lane* dst, int64_t w, int64_t k0, int64_t k) {
+        const Element* src = elements<Element>(m.data) + k0 * m.row + tile.c0 * m.column;
+        Pack::weight(scratch, dst, w, src, m.column, n, m.row, k);
+      });
+
+  const int64_t per_block = kActivationBlock / kColumns, S = block.T * block.K;
+  for (int64_t r0 = 0; r0 < rows; r0 += per_block) {
+    const int64_t count = smaller(rows - r0, per_block);
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t row = tile.r0 + r0 + r;
+      if (block.gated) load_half<Element>(block, row, gate_place(block), tile.c0, n, scratch.gate + r * n);
+      load_half<Element>(block, row, up_place(block), tile.c0, n, scratch.up + r * n);
+    }
+    const Activation act = activate(block, scratch, true, count * n);
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t row = tile.r0 + r0 + r;
+      float* da = scratch.product + (r0 + r) * kLead;
+      const float* a = act.value + r * n;
+      const float weight = block.weight_on_input ? 1.0f : block.weight[row];
+      if (block.partial && !block.weight_on_input) block.partial[tile.c0 / kColumns * S + row] = dot(da, a, n);
+      for (int64_t i = 0; i < n; i++) da[i] *= weight;
+      if (block.dh) {
+        Element* dh = elements<Element>(block.dh) + row * width + tile.c0;
+        float* out = scratch.row[0];
+        for (int half = block.gated ? 0 : 1; half < 2; half++) {
+          const float* d = half == 0 ? act.dgate : act.dup;
+          for (int64_t i = 0; i < n; i++) out[i] = d ? da[i] * d[r * n + i] : 0.0f;
+          narrow_row(out, dh + (half == 1 && block.gated ? block.I : 0), n);
+        }
+      }
+      if (block.a) {
+        float* out = scratch.row[0];
+        for (int64_t i = 0; i < n; i++) out[i] = a[i] * weight;
+        narrow_row(out, elements<Element>(block.a) + row * block.I + tile.c0, n);
+      }
+    }
+  }
+}
+
+// dx = sum over a token's rows of dh @ up, for tokens [r0, r1) and columns [c0, c1) of H; with the routing weight on
+// the input also its gradient <dh @ up, x>.
+template <class Isa, class Element>
+void dinput_tile(const Block& block, Scratch& scratch, const Tile& tile) {
+  using Pack = Packing<Isa, Element>;
+  const int64_t n = tile.c1 - tile.c0, S = block.T * block.K;
+  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
+  for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
+    for (int half = block.gated ? 0 : 1; half < 2; half++) {
+      const Matrix& m = half == 0 ? block.gate[e] : block.up[e];
+      const Element* base = elements<Element>(block.dh) + (half == 1 && block.gated ? block.I : 0);
+      const Rows<Element> dh{base, h_columns(block)};
+      multiply<Isa, Element>(
+          scratch, hi - lo, block.I, 1, &n, half == 1 && block.gated,
+          [&](int64_t r0, int64_t count, int64_t k0, int64_t k) {
+            return Pack::rows(scratch, dh, lo + r0, count, k0, k);
+          },
+          [&](int64_t, Lane* dst, int64_t w, int64_t k0, int64_t k) {
+            const Element* src = elements<Element>(m.data) + k0 * m.row + tile.c0 * m.column;
+            Pack::weight(scratch, dst, w, src, m.column, n, m.row, k);
+          });
+    }
+    for (int64_t r = lo; r < hi; r++) {
+      const float* product = scratch.product + (r - lo) * kLead;
+      const int64_t t = block.token[r];
+      if (block.partial && block.weight_on_input) {
+        widen_row(elements<Element>(block.x) + t * block.H + tile.c0, scratch.row[0], n);
+        block.partial[tile.c0 / kColumns * S + r] = dot(product, scratch.row[0], n);
+      }
+      if (!block.dx) continue;
+      const float weight = block.weight_on_input ? block.weight[r] : 1.0f;
+      float* sum = scratch.sum + (t - tile.r0) * kColumns;
+      for (int64_t i = 0; i < n; i++) sum[i] += weight * product[i];
+    }
+  });
+  if (!block.dx) return;
+  for (int64_t t = tile.r0; t < tile.r1; t++)
+    narrow_row(scratch.sum + (t - tile.r0) * kColumns, elements<Element>(block.dx) + t * block.H + tile.c0, n);
+}
+
+// Gradient of one expert's matrix: the sum over its rows of left[row] outer right[row], rows ascending. The tile is a
+// part of the gradient, or of its transpose (see is_transposed).
+template <class Isa, class Element>
+void dmatrix_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight which) {
+  using Pack = Packing<Isa, Element>;
+  const bool is_down = which == Weight::kDown;
+  Matrix grad = (is_down ? block.ddown : which == Weight::kGate ? block.dgate : block.dup)[tile.expert];
+  const int64_t up_start = which == Weight::kUp && block.gated ? block.I : 0;
+  Rows<Element> left{elements<Element>(block.dh) + up_start, h_columns(block)}, right = rows_of_x<Element>(block);
+  if (is_down) {
+    left = rows_of_dy<Element>(block);
+    right = {elements<Element>(block.a), block.I};
+  }
+  if (is_transposed(grad)) {
+    const Rows<Element> other = left;
+    left = right;
+    right = other;
+    grad = {grad.data, grad.column, grad.row};
+  }
+  const int64_t first = tile.expert ? block.offsets[tile.expert - 1] : 0;
+  const int64_t k = block.offsets[tile.expert] - first, rows = tile.r1 - tile.r0, columns = tile.c1 - tile.c0;
+  Element* out = elements<Element>(grad.data) + tile.r0 * grad.row + tile.c0 * grad.column;
+  if (k > 0) {
+    const int64_t widths[kGroups] = {smaller(columns, kColumns), columns - smaller(columns, kColumns)};
+    multiply<Isa, Element>(
+        scratch, rows, k, columns > kColumns ? 2 : 1, widths, false,
+        [&](int64_t r0, int64_t count, int64_t k0, int64_t part) {
+          return Pack::across_left(scratch, left, first + k0, part, tile.r0 + r0, count);
+        },
+        [&](int64_t g, Lane* dst, int64_t w, int64_t k0, int64_t part) {
+          Pack::across(scratch, dst, w, right, first + k0, part, tile.c0 + g * kColumns, widths[g]);
+        });
+  } else {
+    fill(scratch.product, 0.0f, kLead);
+  }
+  for (int64_t r = 0; r < rows; r++, out += grad.row) {
+    const float* product = scratch.product + (k > 0 ? r * kLead : 0);
+    if (grad.column == 1) {
+      narrow_row(product, out, columns);
+    } else {
+      for (int64_t i = 0; i < columns; i++) out[i * grad.column] = narrow<Element>(product[i]);
+    }
+  }
+}
+
+// Gradient of one expert's bias, columns [c0, c1): the sum of its rows, ascending.
+template <class Element>
+void dbias_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight which) {
+  const bool is_down = which == Weight::kDown;
+  const Vector& grad = (is_down                  ? block.ddown_bias
+                        : which == Weight::kGate ? block.dgate_bias
+                                                 : block.dup_bias)[tile.expert];
+  const int64_t n = tile.c1 - tile.c0, up_start = which == Weight::kUp && block.gated ? block.I : 0;
+  Rows<Element> rows{elements<Element>(block.dh) + up_start, h_columns(block)};
+  if (is_down) rows = rows_of_dy<Element>(block);
+  const bool weighted = is_down && !block.weight_on_input;
+  float sum[kColumns] = {};
+  for (int64_t r = tile.r0; r < tile.r1; r++) {
+    float* row = scratch.row[0];
+    widen_row(rows[r] + tile.c0, row, n);
+    if (weighted) {
+      for (int64_t i = 0; i < n; i++) row[i] *= block.weight[r];
+      round_row<Element>(row, n);
+    }
+    for (int64_t i = 0; i < n; i++) sum[i] += row[i];
+  }
+  for (int64_t i = 0; i < n; i++) elements<Element>(grad.data)[(tile.c0 + i) * grad.stride] = narrow<Element>(sum[i]);
+}
+
+// Gradients of the routing weights of rows [r0, r1) of an expert from their parts, in the order of the tiles.
+template <class Element>
+void dweight_tile(const Block& block, Scratch& scratch, const Tile& tile, int64_t tiles) {
+  const int64_t S = block.T * block.K;
+  const bool with_bias = block.down_bias && !block.weight_on_input;
+  for (int64_t r = tile.r0; r < tile.r1; r++) {
+    float sum = 0.0f;
+    for (int64_t t = 0; t < tiles; t++) sum += block.partial[t * S + r];
+    for (int64_t c0 = 0; with_bias && c0 < block.H; c0 += 2 * kSteps) {
+      const int64_t n = smaller(block.H - c0, 2 * kSteps);
+      load_bias<Element>(block.down_bias, tile.expert, c0, n, scratch.row[0]);
+      widen_row(rows_of_dy<Element>(block)[r] + c0, scratch.row[1], n);
+      sum += dot(scratch.row[0], scratch.row[1], n);
+    }
+    block.dweight[block.order[r]] = sum;
+  }
+}
+
+}  // namespace
+}  // namespace mok

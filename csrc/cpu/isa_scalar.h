@@ -1,0 +1,60 @@
+// The instruction set "none in particular": plain loops for the compiler to vectorise. Also the interface of the
+// others:
+//
+//   kStepMultiple  the number of packed steps is a multiple of this (zero padded)
+//   kRowMultiple   the left operand's rows are a multiple of this (zero padded); the product has as many rows
+//   kLeftByRows    the left operand must have consecutive steps of a row beside each other
+//   pairs<E>       whether a lane is a pair of E (else one float)
+//   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
+//   transpose<E>   packs n <= w rows of k elements into lanes [step][w]; unset columns and steps become zero
+#pragma once
+
+#include "convert.h"
+
+namespace mok {
+namespace {
+
+// The packed left operand: lane of row r and step s at data[r * row + s * step].
+struct Left {
+  const Lane* data;
+  int64_t row;
+  int64_t step;
+};
+
+struct Scalar {
+  static constexpr int64_t kStepMultiple = 1;
+  static constexpr int64_t kRowMultiple = 1;
+  static constexpr bool kLeftByRows = false;
+  template <class Element>
+  static constexpr bool pairs = false;
+
+  static void enter() {}
+  static void leave() {}
+
+  template <class Element>
+  static void block(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t rows, int64_t steps,
+                    bool accumulate) {
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < w; c += 16) {
+        float sum[16] = {};
+        float* out = product + r * ld + c;
+        const Lane* l = left.data + r * left.row;
+        const Lane* b = right + c;
+        for (int64_t s = 0; s < steps; s++, l += left.step, b += w) {
+          const float x = float_of(*l);
+          for (int64_t i = 0; i < 16; i++) sum[i] += x * float_of(b[i]);
+        }
+        for (int64_t i = 0; i < 16; i++) out[i] = accumulate ? out[i] + sum[i] : sum[i];
+      }
+    }
+  }
+
+  template <class Element>
+  static void transpose(Lane* dst, int64_t w, const Element* src, int64_t stride, int64_t n, int64_t k, int64_t steps) {
+    for (int64_t s = 0; s < steps; s++)
+      for (int64_t c = 0; c < w; c++) dst[s * w + c] = c < n && s < k ? bits_of(widen(src[c * stride + s])) : 0;
+  }
+};
+
+}  // namespace
+}  // namespace mok

@@ -1,0 +1,379 @@
+// The ops mok_cpu::forward and mok_cpu::backward: tensors in, tiles out. See mok_compile/engines/cpu.py for the
+// callers, which allocate everything and have checked shapes and dtypes.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstring>
+#include <vector>
+
+#include "dispatch.h"
+#include "schedule.h"
+#include "threads.h"
+
+namespace mok {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+enum class Layout : int64_t { kConcat, kInterleaved, kSeparate, kSingle };
+
+Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return Dtype::kFloat32;
+    case ScalarType::BFloat16:
+      return Dtype::kBfloat16;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "mok_cpu: unsupported dtype");
+  }
+}
+
+int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+char* data_of(const Tensor& t) { return static_cast<char*>(t.data_ptr()); }
+
+// One matrix or vector of each expert, from stacked tensors or from one tensor per expert.
+template <class View>
+std::vector<View> views(const Tensor* tensors, int64_t E, bool stacked) {
+  std::vector<View> out(E);
+  const int64_t bytes = stacked || E > 0 ? tensors[0].element_size() : 0;
+  for (int64_t e = 0; e < E; e++) {
+    const Tensor& t = stacked ? tensors[0] : tensors[e];
+    char* data = data_of(t) + (stacked ? e * t.stride(0) * bytes : 0);
+    const int64_t first = stacked ? 1 : 0;
+    if constexpr (std::is_same_v<View, Matrix>) {
+      out[e] = {data, t.stride(first), t.stride(first + 1)};
+    } else {
+      out[e] = {data, t.stride(first)};
+    }
+  }
+  return out;
+}
+
+inline Matrix from_row(Matrix m, int64_t row, int64_t step, int64_t bytes) {
+  return {m.data + row * m.row * bytes, m.row * step, m.column};
+}
+inline Vector from_row(Vector v, int64_t row, int64_t step, int64_t bytes) {
+  return {v.data + row * v.stride * bytes, v.stride * step};
+}
+
+// Gate and up of each expert, whatever the layout keeps in one tensor.
+template <class View>
+struct Halves {
+  std::vector<View> gate, up;
+
+  Halves(const Tensors& tensors, const Block& block, Layout layout, bool stacked) {
+    if (tensors.empty()) return;
+    const int64_t bytes = size_of(block.dtype);
+    up = views<View>(tensors.data(), block.E, stacked);
+    if (layout == Layout::kSingle) return;
+    gate = up;
+    if (layout == Layout::kSeparate) {
+      up = views<View>(tensors.data() + tensors.size() / 2, block.E, stacked);
+      return;
+    }
+    const bool interleaved = layout == Layout::kInterleaved;
+    for (int64_t e = 0; e < block.E; e++) {
+      const View whole = up[e];
+      gate[e] = from_row(whole, 0, interleaved ? 2 : 1, bytes);
+      up[e] = from_row(whole, interleaved ? 1 : block.I, interleaved ? 2 : 1, bytes);
+    }
+  }
+};
+
+template <class T>
+const T* pointer(const std::vector<T>& v) {
+  return v.empty() ? nullptr : v.data();
+}
+
+std::vector<Instruction> program_of(const std::vector<int64_t>& ops, const std::vector<double>& limits) {
+  std::vector<Instruction> program(ops.size());
+  int64_t depth = 0;
+  for (size_t i = 0; i < ops.size(); i++) {
+    const Op op = static_cast<Op>(ops[i]);
+    program[i] = {op, static_cast<float>(limits[2 * i]), static_cast<float>(limits[2 * i + 1])};
+    depth += op <= Op::kConstant ? 1 : op == Op::kAdd || op == Op::kMul ? -1 : 0;
+    STD_TORCH_CHECK(depth >= 1 && depth <= kMaxStack, "mok_cpu: bad activation program");
+  }
+  STD_TORCH_CHECK(depth == 1, "mok_cpu: bad activation program");
+  return program;
+}
+
+// The operands that forward and backward share, and what is derived from them.
+struct Operands {
+  Block block{};
+  bool stacked;
+  Layout layout;
+  Halves<Matrix> up;
+  Halves<Vector> up_bias;
+  std::vector<Matrix> down;
+  std::vector<Vector> down_bias;
+  std::vector<Instruction> program;
+  std::vector<int32_t> token;
+  std::vector<float> weight;
+
+  Operands(const Tensor& x, const Tensor& ids, const Tensors& up_tensors, const Tensors& down_tensors,
+           const Tensors& up_bias_tensors, const Tensors& down_bias_tensors, int64_t layout_number,
+           bool weight_on_input, const std::vector<int64_t>& ops, const std::vector<double>& limits)
+      : block(sizes(x, ids, down_tensors)),
+        stacked(down_tensors[0].dim() == 3),
+        layout(static_cast<Layout>(layout_number)),
+        up(up_tensors, block, layout, stacked),
+        up_bias(up_bias_tensors, block, layout, stacked),
+        down(views<Matrix>(down_tensors.data(), block.E, stacked)),
+        program(program_of(ops, limits)) {
+    if (!down_bias_tensors.empty()) down_bias = views<Vector>(down_bias_tensors.data(), block.E, stacked);
+    block.gated = layout != Layout::kSingle;
+    block.interleaved = layout == Layout::kInterleaved;
+    block.weight_on_input = weight_on_input;
+    block.program = program.data();
+    block.program_size = program.size();
+    block.x = data_of(x);
+    block.gate = pointer(up.gate);
+    block.up = pointer(up.up);
+    block.down = pointer(down);
+    block.gate_bias = pointer(up_bias.gate);
+    block.up_bias = pointer(up_bias.up);
+    block.down_bias = pointer(down_bias);
+  }
+
+  Operands(const Operands&) = delete;
+
+  static Block sizes(const Tensor& x, const Tensor& ids, const Tensors& down) {
+    const int64_t dim = down[0].dim();
+    Block b{};
+    b.T = x.size(0);
+    b.H = x.size(1);
+    b.I = down[0].size(dim - 1);
+    b.E = dim == 3 ? down[0].size(0) : static_cast<int64_t>(down.size());
+    b.K = ids.size(1);
+    b.dtype = dtype_of(x);
+    return b;
+  }
+
+  int64_t slots() const { return block.T * block.K; }
+  int64_t routed() const { return block.E ? block.offsets[block.E - 1] : 0; }
+  int64_t rows_begin(int64_t e) const { return e ? block.offsets[e - 1] : 0; }
+
+  // What follows from the schedule: token and routing weight (float, contiguous) of each row.
+  void use_schedule(const Tensor& order, const Tensor& offsets, const Tensor& weights) {
+    block.order = static_cast<const int32_t*>(order.data_ptr());
+    block.offsets = static_cast<const int32_t*>(offsets.data_ptr());
+    token.resize(slots());
+    weight.resize(slots());
+    const char* w = data_of(weights);
+    for (int64_t r = 0; r < slots(); r++) {
+      token[r] = block.order[r] / static_cast<int32_t>(block.K);
+      std::memcpy(&weight[r], w + int64_t{block.order[r]} * 4, 4);
+    }
+    block.token = token.data();
+    block.weight = weight.data();
+  }
+
+  // Tiles of each expert's rows and of `columns` columns, at most `width` wide.
+  std::vector<Tile> expert_tiles(int64_t columns, int64_t width) const {
+    std::vector<Tile> tiles;
+    for (int64_t e = 0; e < block.E; e++)
+      for (int64_t r = rows_begin(e); r < block.offsets[e]; r += kRows)
+        for (int64_t c = 0; c < columns; c += width)
+          tiles.push_back({e, r, std::min<int64_t>(r + kRows, block.offsets[e]), c, std::min(c + width, columns)});
+    return tiles;
+  }
+
+  // Tiles of all tokens and of `columns` columns.
+  std::vector<Tile> token_tiles(int64_t columns, int64_t width) const {
+    std::vector<Tile> tiles;
+    for (int64_t t = 0; t < block.T; t += kTokens)
+      for (int64_t c = 0; c < columns; c += width)
+        tiles.push_back({0, t, std::min(t + kTokens, block.T), c, std::min(c + width, columns)});
+    return tiles;
+  }
+};
+
+// Narrower tiles when there would be too few to keep all threads busy.
+template <class MakeTiles>
+std::vector<Tile> enough_tiles(int64_t threads, const MakeTiles& make) {
+  int64_t width = kColumns;
+  std::vector<Tile> tiles = make(width);
+  while (width > 16 && static_cast<int64_t>(tiles.size()) < 4 * threads) tiles = make(width /= 2);
+  return tiles;
+}
+
+void schedule(Team& team, const Tensor& ids, int64_t E, const Tensor& order, const Tensor& offsets) {
+  int32_t* o = static_cast<int32_t*>(order.data_ptr());
+  int32_t* ends = static_cast<int32_t*>(offsets.data_ptr());
+  const int64_t S = ids.numel();
+  switch (ids.scalar_type()) {
+    case ScalarType::Long:
+      return sort_slots<int64_t>(team, data_of(ids), S, E, o, ends);
+    case ScalarType::Int:
+      return sort_slots<int32_t>(team, data_of(ids), S, E, o, ends);
+    case ScalarType::Short:
+      return sort_slots<int16_t>(team, data_of(ids), S, E, o, ends);
+    case ScalarType::Byte:
+      return sort_slots<uint8_t>(team, data_of(ids), S, E, o, ends);
+    default:
+      STD_TORCH_CHECK(false, "mok_cpu: unsupported dtype of ids");
+  }
+}
+
+int64_t best_level_number() { return static_cast<int64_t>(best_level()); }
+
+// y, h (if `save`), order and offsets; `a` is working memory.
+void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias, Tensors down_bias,
+             Tensor y, Tensor h, Tensor order, Tensor offsets, Tensor a, bool save, int64_t layout,
+             bool weight_on_input, std::vector<int64_t> ops, std::vector<double> limits, int64_t level) {
+  Team team;
+  Operands operands(x, ids, up, down, up_bias, down_bias, layout, weight_on_input, ops, limits);
+  Block& block = operands.block;
+  const Kernels table = kernels(std::min(static_cast<Level>(level), best_level()), block.dtype);
+  schedule(team, ids, block.E, order, offsets);
+  operands.use_schedule(order, offsets, weights);
+  block.out_dtype = dtype_of(y);
+  block.y = data_of(y);
+  block.a = data_of(a);
+  if (save) {
+    block.h = data_of(h);
+    const int64_t row_bytes = (block.gated ? 2 : 1) * block.I * size_of(block.dtype), routed = operands.routed();
+    if (row_bytes) std::memset(block.h + routed * row_bytes, 0, (operands.slots() - routed) * row_bytes);
+  }
+  const auto up_tiles =
+      enough_tiles(team.threads(), [&](int64_t width) { return operands.expert_tiles(block.I, width); });
+  team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) { table.up(block, scratch, up_tiles[i]); });
+  const auto down_tiles =
+      enough_tiles(team.threads(), [&](int64_t width) { return operands.token_tiles(block.H, width); });
+  team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
+}
+
+// The gradients in `grads`: those of dx, weights (float), up, down, up_bias and down_bias that `needs` asks for. dh, a
+// and partial are working memory (a and partial empty where not needed).
+void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias,
+              Tensors down_bias, Tensor h, Tensor order, Tensor offsets, Tensor dh, Tensor a, Tensor partial,
+              Tensors grads, std::vector<int64_t> needs, int64_t layout, bool weight_on_input, std::vector<int64_t> ops,
+              std::vector<double> limits, int64_t level) {
+  Team team;
+  Operands operands(x, ids, up, down, up_bias, down_bias, layout, weight_on_input, ops, limits);
+  Block& block = operands.block;
+  const Kernels table = kernels(std::min(static_cast<Level>(level), best_level()), block.dtype);
+  operands.use_schedule(order, offsets, weights);
+  block.h = data_of(h);
+  block.dy = data_of(dy);
+
+  const bool need_x = needs[0], need_weights = needs[1];
+  auto next = grads.begin();
+  const auto take = [&](bool needed, size_t count) {
+    Tensors taken;
+    if (needed) {
+      taken.assign(next, next + count);
+      next += count;
+    }
+    return taken;
+  };
+  const Tensors dx = take(need_x, 1), dweight = take(need_weights, 1), dup = take(needs[2], up.size()),
+                ddown = take(needs[3], down.size()), dup_bias = take(needs[4], up_bias.size()),
+                ddown_bias = take(needs[5], down_bias.size());
+  const Halves<Matrix> dup_halves(dup, block, operands.layout, operands.stacked);
+  const Halves<Vector> dup_bias_halves(dup_bias, block, operands.layout, operands.stacked);
+  std::vector<Matrix> ddown_views;
+  std::vector<Vector> ddown_bias_views;
+  if (!ddown.empty()) ddown_views = views<Matrix>(ddown.data(), block.E, operands.stacked);
+  if (!ddown_bias.empty()) ddown_bias_views = views<Vector>(ddown_bias.data(), block.E, operands.stacked);
+  block.dgate = pointer(dup_halves.gate);
+  block.dup = pointer(dup_halves.up);
+  block.ddown = pointer(ddown_views);
+  block.dgate_bias = pointer(dup_bias_halves.gate);
+  block.dup_bias = pointer(dup_bias_halves.up);
+  block.ddown_bias = pointer(ddown_bias_views);
+  const bool need_products = need_x || (need_weights && weight_on_input);  // dh @ up
+  const bool need_dh = need_products || block.dup || block.dup_bias;
+  if (need_x) block.dx = data_of(dx[0]);
+  if (need_dh) block.dh = data_of(dh);
+  if (block.ddown) block.a = data_of(a);
+  if (need_weights) {
+    block.partial = static_cast<float*>(partial.data_ptr());
+    block.dweight = static_cast<float*>(dweight[0].data_ptr());
+    std::memset(block.dweight, 0, operands.slots() * sizeof(float));
+  }
+
+  if (need_dh || block.a || need_weights) {
+    const std::vector<Tile> tiles = operands.expert_tiles(block.I, kColumns);
+    team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) { table.dact(block, scratch, tiles[i]); });
+  }
+
+  struct Task {
+    enum Kind { kInput, kMatrix, kBias } kind;
+    Tile tile;
+    Weight which;
+  };
+  std::vector<Task> tasks;
+  if (need_products) {
+    const auto tiles = enough_tiles(block.partial && weight_on_input ? 1 : team.threads(), [&](int64_t width) {
+      return operands.token_tiles(block.H, block.partial && weight_on_input ? kColumns : width);
+    });
+    for (const Tile& tile : tiles) tasks.push_back({Task::kInput, tile, Weight::kUp});
+  }
+  const auto add_matrices = [&](const Matrix* matrices, int64_t rows, int64_t columns, Weight which) {
+    for (int64_t e = 0; matrices && e < block.E; e++) {
+      const bool swap = is_transposed(matrices[e]);
+      const int64_t r_end = swap ? columns : rows, c_end = swap ? rows : columns;
+      for (int64_t c = 0; c < c_end; c += kLead)
+        for (int64_t r = 0; r < r_end; r += kRows)
+          tasks.push_back({Task::kMatrix, {e, r, std::min(r + kRows, r_end), c, std::min(c + kLead, c_end)}, which});
+    }
+  };
+  add_matrices(block.dgate, block.I, block.H, Weight::kGate);
+  add_matrices(block.dup, block.I, block.H, Weight::kUp);
+  add_matrices(block.ddown, block.H, block.I, Weight::kDown);
+  const auto add_biases = [&](const Vector* vectors, int64_t columns, Weight which) {
+    for (int64_t e = 0; vectors && e < block.E; e++)
+      for (int64_t c = 0; c < columns; c += kColumns)
+        tasks.push_back(
+            {Task::kBias, {e, operands.rows_begin(e), block.offsets[e], c, std::min(c + kColumns, columns)}, which});
+  };
+  add_biases(block.dgate_bias, block.I, Weight::kGate);
+  add_biases(block.dup_bias, block.I, Weight::kUp);
+  add_biases(block.ddown_bias, block.H, Weight::kDown);
+  team.run(table, tasks.size(), [&](Scratch& scratch, int64_t i) {
+    const Task& task = tasks[i];
+    switch (task.kind) {
+      case Task::kInput:
+        return table.dinput(block, scratch, task.tile);
+      case Task::kMatrix:
+        return table.dmatrix(block, scratch, task.tile, task.which);
+      case Task::kBias:
+        return table.dbias(block, scratch, task.tile, task.which);
+    }
+  });
+
+  if (need_weights) {
+    const int64_t columns = weight_on_input ? block.H : block.I, parts = (columns + kColumns - 1) / kColumns;
+    const std::vector<Tile> tiles = operands.expert_tiles(1, 1);
+    team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) { table.dweight(block, scratch, tiles[i], parts); });
+  }
+}
+
+}  // namespace
+}  // namespace mok
+
+STABLE_TORCH_LIBRARY(mok_cpu, m) {
+  m.def("best_level() -> int");
+  m.def(
+      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
+      "Tensor(a!) y, Tensor(b!) h, Tensor(c!) order, Tensor(d!) offsets, Tensor(e!) a, bool save, int layout, "
+      "bool weight_on_input, int[] ops, float[] limits, int level) -> ()");
+  m.def(
+      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, "
+      "Tensor[] down_bias, Tensor h, Tensor order, Tensor offsets, Tensor(a!) dh, Tensor(b!) a, Tensor(c!) partial, "
+      "Tensor(d!)[] grads, int[] needs, int layout, bool weight_on_input, int[] ops, float[] limits, int level) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mok_cpu, CompositeExplicitAutograd, m) {
+  m.impl("best_level", TORCH_BOX(&mok::best_level_number));
+  m.impl("forward", TORCH_BOX(&mok::forward));
+  m.impl("backward", TORCH_BOX(&mok::backward));
+}
