@@ -594,6 +594,8 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
     base = left if isinstance(left, Pointwise) else right
     if not isinstance(base, Pointwise):
         return None
+    if base.level > 1:
+        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
     sides = []
     for fact, operand in ((left, a), (right, b)):
         number = fact.number if isinstance(fact, Full) else _number(operand)
@@ -605,8 +607,6 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
             sides.append(number)
         else:
             raise Break("activation", f"{_name(value)} joins the experts' rows with a tensor from elsewhere")
-    if base.level > 1:
-        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
     dtypes = base.dtypes.union(*(f.dtypes for f in (left, right) if isinstance(f, Pointwise)), {value.meta.dtype})
     return replace(base, expr=combine(*sides), dtypes=dtypes)
 

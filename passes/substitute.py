@@ -35,6 +35,11 @@ class Insertion:
     def result(self) -> fx.Node:
         return self.nodes[-1]
 
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The nodes of the old graph that the op reads."""
+        return list(dict.fromkeys(a for node in self.nodes for a in node.all_input_nodes if a not in self.nodes))
+
 
 class Substitution:
     """The replacement of the blocks of one graph."""
@@ -114,6 +119,13 @@ class Substitution:
         return choice
 
     def _operand(self, block: Block, value: Value) -> fx.Node:
+        """The node to read `value` from at the block's end: the one that the block itself reads, if it still can."""
+        position = self.view.positions[block.final]
+        read = (a for node in block.region for a in node.all_input_nodes if a not in block.region)
+        for node in sorted(read, key=self.view.positions.__getitem__):
+            cell = self.view.cells.get(node)
+            if isinstance(cell, Cell) and cell.value_at(position) is value:
+                return node
         node = self.view.holder(value, block.final)
         if node is None:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")

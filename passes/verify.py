@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_iter
 
 from mok_compile.passes.substitute import Insertion
 from mok_compile.passes.view import Cell, View
@@ -71,12 +70,8 @@ class _Run(fx.Interpreter):
         return result
 
     def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
-        call = next(n for n in insertion.nodes if n.target is torch.ops.mok.experts.default)
-        operands = {}
-        for node in call.all_input_nodes:
-            tensor = self.env[node]
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                operands[node] = tensor
+        values = {node: self.env[node] for node in insertion.inputs}
+        operands = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.requires_grad}
         errors = {"the output": _error(old, new)}
         if new.requires_grad and old.requires_grad and operands:
             seed = torch.randn_like(old)
@@ -89,7 +84,7 @@ class _Run(fx.Interpreter):
         elif new.requires_grad != old.requires_grad:
             errors["the gradient, which only one side has,"] = float("inf")
         where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
-        dtypes = [t.dtype for t in tree_iter(tuple(operands.values()) + (old,)) if t.dtype in TOLERANCE]
+        dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
         return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
 
 
