@@ -164,19 +164,23 @@ struct Activation {
   const float* dup;
 };
 
+// Pointers that the compiler may take to be disjoint: those of one entry, or of two.
+using Floats = float* __restrict;
+
 template <Op op>
 inline void apply(Entry& x, int64_t n) {
+  const Floats value = x.value, dgate = x.dgate, dup = x.dup;
   if (x.has_dgate || x.has_dup) {
     for (int64_t i = 0; i < n; i++) {
-      const float d = derivative_of<op>(x.value[i]);
-      x.value[i] = value_of<op>(x.value[i]);
+      const float d = derivative_of<op>(value[i]);
+      value[i] = value_of<op>(value[i]);
       // An unused derivative holds garbage; multiplying it is cheaper than asking.
-      x.dgate[i] *= d;
-      x.dup[i] *= d;
+      dgate[i] *= d;
+      dup[i] *= d;
     }
     return;
   }
-  for (int64_t i = 0; i < n; i++) x.value[i] = value_of<op>(x.value[i]);
+  for (int64_t i = 0; i < n; i++) value[i] = value_of<op>(value[i]);
 }
 
 inline void fill(float* dst, float v, int64_t n) {
@@ -192,46 +196,54 @@ inline void leaf(Entry& x, const float* src, bool gate, bool derivatives, int64_
   x.has_dup = !gate;
 }
 
-inline void add(Entry& x, const Entry& y, int64_t n) {
-  for (int64_t i = 0; i < n; i++) x.value[i] += y.value[i];
-  if (y.has_dgate)
-    for (int64_t i = 0; i < n; i++) x.dgate[i] = y.dgate[i] + select(x.has_dgate, x.dgate[i], 0.0f);
-  if (y.has_dup)
-    for (int64_t i = 0; i < n; i++) x.dup[i] = y.dup[i] + select(x.has_dup, x.dup[i], 0.0f);
-  x.has_dgate |= y.has_dgate;
-  x.has_dup |= y.has_dup;
+inline void add_to(Floats x, const Floats y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
 
-inline void product_rule(float* dx, bool has_dx, const float* dy, bool has_dy, const float* x, const float* y,
+inline void multiply_by(Floats x, const Floats y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] *= y[i];
+}
+
+// dx = dx + dy, where either may not exist.
+inline void sum_rule(float* dx, bool& has_dx, float* dy, bool has_dy, int64_t n) {
+  if (has_dx && has_dy) add_to(dx, dy, n);
+  if (!has_dx && has_dy) std::memcpy(dx, dy, n * sizeof(float));
+  has_dx |= has_dy;
+}
+
+// dx = dx * y + x * dy; only terms that exist: 0 * infinity must not turn up where the reference has no term.
+inline void product_rule(Floats dx, bool& has_dx, const Floats dy, bool has_dy, const Floats x, const Floats y,
                          int64_t n) {
-  // Only terms that exist: 0 * infinity must not turn up where the reference has no term.
-  if (has_dx && has_dy) {
-    for (int64_t i = 0; i < n; i++) dx[i] = dx[i] * y[i] + dy[i] * x[i];
-  } else if (has_dx) {
-    for (int64_t i = 0; i < n; i++) dx[i] = dx[i] * y[i];
-  } else if (has_dy) {
+  if (has_dx) multiply_by(dx, y, n);
+  if (has_dx && has_dy)
+    for (int64_t i = 0; i < n; i++) dx[i] += dy[i] * x[i];
+  if (!has_dx && has_dy)
     for (int64_t i = 0; i < n; i++) dx[i] = dy[i] * x[i];
-  }
+  has_dx |= has_dy;
+}
+
+inline void add(Entry& x, const Entry& y, int64_t n) {
+  add_to(x.value, y.value, n);
+  sum_rule(x.dgate, x.has_dgate, y.dgate, y.has_dgate, n);
+  sum_rule(x.dup, x.has_dup, y.dup, y.has_dup, n);
 }
 
 inline void mul(Entry& x, const Entry& y, int64_t n) {
   product_rule(x.dgate, x.has_dgate, y.dgate, y.has_dgate, x.value, y.value, n);
   product_rule(x.dup, x.has_dup, y.dup, y.has_dup, x.value, y.value, n);
-  for (int64_t i = 0; i < n; i++) x.value[i] *= y.value[i];
-  x.has_dgate |= y.has_dgate;
-  x.has_dup |= y.has_dup;
+  multiply_by(x.value, y.value, n);
 }
 
 inline void clamp(Entry& x, float low, float high, int64_t n) {
-  const bool derivatives = x.has_dgate || x.has_dup;
-  for (int64_t i = 0; i < n; i++) {
-    const float v = x.value[i];
-    x.value[i] = select(v < low, low, select(v > high, high, v));
-    if (!derivatives) continue;
-    const float inside = select(v >= low, 1.0f, 0.0f) * select(v <= high, 1.0f, 0.0f);
-    x.dgate[i] *= inside;
-    x.dup[i] *= inside;
+  const Floats value = x.value, dgate = x.dgate, dup = x.dup;
+  if (x.has_dgate || x.has_dup) {
+    for (int64_t i = 0; i < n; i++) {
+      const float inside = select(value[i] >= low, 1.0f, 0.0f) * select(value[i] <= high, 1.0f, 0.0f);
+      dgate[i] *= inside;
+      dup[i] *= inside;
+    }
   }
+  for (int64_t i = 0; i < n; i++) value[i] = select(value[i] < low, low, select(value[i] > high, high, value[i]));
 }
 
 // Runs the program on n <= kActivationBlock numbers of scratch.gate and scratch.up.

@@ -28,19 +28,9 @@ Rows<Element> rows_of_dy(const Block& block) {
 // [r0, r1) of an expert and columns [c0, c1) of I.
 template <class Isa, class Element>
 void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
-  using Pack = Packing<Isa, Element>;
   const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0, width = h_columns(block);
-  const Rows<Element> dy = rows_of_dy<Element>(block);
-  const Matrix& m = block.down[tile.expert];
-  multiply<Isa, Element>(
-      scratch, rows, block.H, 1, &n, false,
-      [&](int64_t r0, int64_t count, int64_t k0, int64_t k) {
-        return Pack::rows(scratch, dy, tile.r0 + r0, count, k0, k);
-      },
-      [&](int64_t, Lane* dst, int64_t w, int64_t k0, int64_t k) {
-        const Element* src = elements<Element>(m.data) + k0 * m.row + tile.c0 * m.column;
-        Pack::weight(scratch, dst, w, src, m.column, n, m.row, k);
-      });
+  const Strided<Element> down = transposed_columns_of<Element>(block.down[tile.expert], tile.c0);
+  multiply_weights<Isa, Element>(scratch, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down, n, false);
 
   const int64_t per_block = kActivationBlock / kColumns, S = block.T * block.K;
   for (int64_t r0 = 0; r0 < rows; r0 += per_block) {
@@ -80,23 +70,14 @@ void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
 // the input also its gradient <dh @ up, x>.
 template <class Isa, class Element>
 void dinput_tile(const Block& block, Scratch& scratch, const Tile& tile) {
-  using Pack = Packing<Isa, Element>;
   const int64_t n = tile.c1 - tile.c0, S = block.T * block.K;
   fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
     for (int half = block.gated ? 0 : 1; half < 2; half++) {
-      const Matrix& m = half == 0 ? block.gate[e] : block.up[e];
-      const Element* base = elements<Element>(block.dh) + (half == 1 && block.gated ? block.I : 0);
-      const Rows<Element> dh{base, h_columns(block)};
-      multiply<Isa, Element>(
-          scratch, hi - lo, block.I, 1, &n, half == 1 && block.gated,
-          [&](int64_t r0, int64_t count, int64_t k0, int64_t k) {
-            return Pack::rows(scratch, dh, lo + r0, count, k0, k);
-          },
-          [&](int64_t, Lane* dst, int64_t w, int64_t k0, int64_t k) {
-            const Element* src = elements<Element>(m.data) + k0 * m.row + tile.c0 * m.column;
-            Pack::weight(scratch, dst, w, src, m.column, n, m.row, k);
-          });
+      const int64_t start = half == 1 && block.gated ? block.I : 0;
+      const Rows<Element> dh{elements<Element>(block.dh) + start, h_columns(block)};
+      const Strided<Element> weight = transposed_columns_of<Element>(half == 0 ? block.gate[e] : block.up[e], tile.c0);
+      multiply_weights<Isa, Element>(scratch, dh, lo, hi - lo, block.I, 1, &weight, n, start > 0);
     }
     for (int64_t r = lo; r < hi; r++) {
       const float* product = scratch.product + (r - lo) * kLead;

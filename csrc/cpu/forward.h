@@ -12,6 +12,18 @@ Rows<Element> rows_of_x(const Block& block) {
   return {elements<Element>(block.x), block.H, block.token, block.weight_on_input ? block.weight : nullptr};
 }
 
+// Outputs from c0 on of a weight [out, in], for products with inputs.
+template <class Element>
+Strided<Element> columns_of(const Matrix& m, int64_t c0) {
+  return {elements<Element>(m.data) + c0 * m.row, m.row, m.column};
+}
+
+// Inputs from c0 on, for products with gradients of outputs.
+template <class Element>
+Strided<Element> transposed_columns_of(const Matrix& m, int64_t c0) {
+  return {elements<Element>(m.data) + c0 * m.column, m.column, m.row};
+}
+
 // The n elements of a bias from c0 on, as floats; zeros without bias.
 template <class Element>
 void load_bias(const Vector* bias, int64_t expert, int64_t c0, int64_t n, float* dst) {
@@ -49,23 +61,14 @@ void store_half(const Block& block, int64_t row, HalfPlace place, int64_t c0, in
 // h = x @ up.T + bias and a = activation(h) for rows [r0, r1) of an expert and columns [c0, c1) of I.
 template <class Isa, class Element>
 void up_tile(const Block& block, Scratch& scratch, const Tile& tile) {
-  using Pack = Packing<Isa, Element>;
   const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0;
-  const int64_t widths[kGroups] = {n, n};
-  const Rows<Element> x = rows_of_x<Element>(block);
   // Without gate there is one group, and it holds up.
-  const Matrix matrices[kGroups] = {block.gated ? block.gate[tile.expert] : block.up[tile.expert],
-                                    block.up[tile.expert]};
-  multiply<Isa, Element>(
-      scratch, rows, block.H, block.gated ? 2 : 1, widths, false,
-      [&](int64_t r0, int64_t count, int64_t k0, int64_t k) {
-        return Pack::rows(scratch, x, tile.r0 + r0, count, k0, k);
-      },
-      [&](int64_t g, Lane* dst, int64_t w, int64_t k0, int64_t k) {
-        const Matrix& m = matrices[g];
-        const Element* src = elements<Element>(m.data) + tile.c0 * m.row + k0 * m.column;
-        Pack::weight(scratch, dst, w, src, m.row, n, m.column, k);
-      });
+  const Matrix& up_matrix = block.up[tile.expert];
+  const Strided<Element> weights[kGroups] = {
+      columns_of<Element>(block.gated ? block.gate[tile.expert] : up_matrix, tile.c0),
+      columns_of<Element>(up_matrix, tile.c0)};
+  multiply_weights<Isa, Element>(scratch, rows_of_x<Element>(block), tile.r0, rows, block.H, block.gated ? 2 : 1,
+                                 weights, n, false);
 
   float bias[kGroups][kColumns];
   if (block.gated) load_bias<Element>(block.gate_bias, tile.expert, tile.c0, n, bias[0]);
@@ -134,19 +137,12 @@ inline void store_output(Dtype dtype, char* data, int64_t at, const float* src, 
 // rows in the order of their experts, which does not depend on other tokens.
 template <class Isa, class Element>
 void down_tile(const Block& block, Scratch& scratch, const Tile& tile) {
-  using Pack = Packing<Isa, Element>;
   const int64_t n = tile.c1 - tile.c0;
   const Rows<Element> a{elements<Element>(block.a), block.I};
   fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
-    const Matrix& m = block.down[e];
-    multiply<Isa, Element>(
-        scratch, hi - lo, block.I, 1, &n, false,
-        [&](int64_t r0, int64_t count, int64_t k0, int64_t k) { return Pack::rows(scratch, a, lo + r0, count, k0, k); },
-        [&](int64_t, Lane* dst, int64_t w, int64_t k0, int64_t k) {
-          const Element* src = elements<Element>(m.data) + tile.c0 * m.row + k0 * m.column;
-          Pack::weight(scratch, dst, w, src, m.row, n, m.column, k);
-        });
+    const Strided<Element> weight = columns_of<Element>(block.down[e], tile.c0);
+    multiply_weights<Isa, Element>(scratch, a, lo, hi - lo, block.I, 1, &weight, n, false);
     float bias[kColumns];
     load_bias<Element>(block.down_bias, e, tile.c0, n, bias);
     for (int64_t r = lo; r < hi; r++) {

@@ -11,6 +11,7 @@ struct Amx : Avx512Bf16 {
   static constexpr int64_t kStepMultiple = 16;
   static constexpr int64_t kRowMultiple = 16;
   static constexpr bool kLeftByRows = true;
+  static constexpr int64_t kDirectRows = 0;  // its sums would not be those of the tile registers
 
   static void enter() { tiles_configure(); }
   static void leave() { tiles_release(); }

@@ -39,19 +39,26 @@ struct Avx512Base : Avx2 {
   template <class Element>
   static constexpr bool pairs = false;
 
-  // 16 lanes from the first `n` of the elements at src.
-  static __m512i lanes(const F32* src, int64_t n) { return _mm512_maskz_loadu_epi32(mask16(n), src); }
-  static __m512i lanes(const F16* src, int64_t n) {
-    return _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask16(n), src)));
+  template <class Element>
+  static constexpr int64_t kPerLane = kPairsOfBf16 && std::is_same_v<Element, Bf16> ? 2 : 1;
+
+  // 16 lanes from the elements at src.
+  static __m512i lanes(const F32* src) { return _mm512_loadu_si512(src); }
+  static __m512i lanes(const F16* src) {
+    return _mm512_castps_si512(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src))));
   }
-  static __m512i lanes(const Bf16* src, int64_t n) {
-    if constexpr (kPairsOfBf16) {
-      return _mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1, src);
-    } else {
-      return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask16(n), src)), 16);
-    }
+  static __m512i lanes(const Bf16* src) {
+    if constexpr (kPairsOfBf16) return _mm512_loadu_si512(src);
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src))), 16);
   }
-  static __mmask16 mask16(int64_t n) { return n >= 16 ? 0xffff : (1 << n) - 1; }
+
+  // The same from the first `n` elements; zeros after them.
+  template <class Element>
+  static __m512i lanes(const Element* src, int64_t n) {
+    Element whole[16 * kPerLane<Element>] = {};
+    if (n > 0) std::memcpy(whole, src, (n < 16 * kPerLane<Element> ? n : 16 * kPerLane<Element>)*sizeof(Element));
+    return lanes(whole);
+  }
 
   template <class Element>
   static __m512 multiply_add(__m512i left, __m512i right, __m512 sum) {
@@ -152,27 +159,99 @@ struct Avx512Base : Avx2 {
     }
   }
 
+  // 16 columns and up to 16 steps from k0 on, transposed in registers.
+  template <class Element>
+  static void load_transposed(__m512i (&row)[16], const Element* src, int64_t stride, int64_t n, int64_t k) {
+    if (n >= 16 && k >= 16 * kPerLane<Element>) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) row[i] = lanes(src + i * stride);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) row[i] = i < n ? lanes(src + i * stride, k) : _mm512_setzero_si512();
+    }
+    transpose16(row);
+  }
+
   template <class Element>
   static void transpose(Lane* dst, int64_t w, const Element* src, int64_t stride, int64_t n, int64_t k, int64_t steps) {
-    constexpr int64_t kPerLane = kPairsOfBf16 && std::is_same_v<Element, Bf16> ? 2 : 1;
-    constexpr int64_t kAhead = 256 / sizeof(Element);
     for (int64_t c = 0; c < w; c += 16) {
-      for (int64_t s = 0; s < steps; s += 16) {
+      const Element* from = src + c * stride;
+      for (int64_t s = 0; s < steps; s += 16, from += 16 * kPerLane<Element>) {
+        // Sixteen short streams are too much for the hardware's prefetcher: ask for the next sixteen rows here.
+#pragma GCC unroll 16
+        for (int i = 16; i < 32; i++) _mm_prefetch(reinterpret_cast<const char*>(from + i * stride), _MM_HINT_T1);
         __m512i row[16];
-        const int64_t k0 = s * kPerLane;
+        load_transposed(row, from, stride, n - c, k - s * kPerLane<Element>);
+        Lane* to = dst + s * w + c;
+        if (steps - s >= 16) {
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-          const Element* from = src + (c + i) * stride + k0;
-          row[i] = c + i < n && k0 < k ? lanes(from, k - k0) : _mm512_setzero_si512();
-          if (c + i < n) _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
-        }
-        transpose16(row);
-        const int64_t count = steps - s < 16 ? steps - s : 16;
-        if (count == 16) {
-#pragma GCC unroll 16
-          for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + (s + i) * w + c, row[i]);
+          for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * w, row[i]);
         } else {
-          for (int i = 0; i < count; i++) _mm512_storeu_si512(dst + (s + i) * w + c, row[i]);
+          for (int i = 0; i < steps - s; i++) _mm512_storeu_si512(to + i * w, row[i]);
+        }
+      }
+    }
+  }
+
+  static constexpr int64_t kDirectRows = 8;
+
+  // product = left x weight for few rows, straight from the weight: each number of it is used too few times to be worth
+  // packing. The sums are those of `block`.
+  template <class Element>
+  static void direct(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product, int64_t ld,
+                     int64_t rows) {
+    switch (rows) {
+      case 1:
+        return direct_rows<Element, 1>(left, src, stride, n, k, product, ld);
+      case 2:
+        return direct_rows<Element, 2>(left, src, stride, n, k, product, ld);
+      case 3:
+        return direct_rows<Element, 3>(left, src, stride, n, k, product, ld);
+      case 4:
+        return direct_rows<Element, 4>(left, src, stride, n, k, product, ld);
+      case 5:
+        return direct_rows<Element, 5>(left, src, stride, n, k, product, ld);
+      case 6:
+        return direct_rows<Element, 6>(left, src, stride, n, k, product, ld);
+      case 7:
+        return direct_rows<Element, 7>(left, src, stride, n, k, product, ld);
+      default:
+        return direct_rows<Element, 8>(left, src, stride, n, k, product, ld);
+    }
+  }
+
+  template <class Element, int kRowCount>
+  static void direct_rows(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product,
+                          int64_t ld) {
+    const int64_t steps = (k + kPerLane<Element> - 1) / kPerLane<Element>;
+    for (int64_t c = 0; c < n; c += 16) {
+      const Element* from = src + c * stride;
+      const Lane* l = left.data;
+      for (int64_t block = 0; block < steps; block += kSteps) {
+        const int64_t end = steps - block < kSteps ? steps : block + kSteps;
+        __m512 sum[kRowCount];
+        for (auto& v : sum) v = _mm512_setzero_ps();
+        for (int64_t s = block; s < end; s += 16, l += 16, from += 16 * kPerLane<Element>) {
+#pragma GCC unroll 16
+          for (int i = 16; i < 32; i++) _mm_prefetch(reinterpret_cast<const char*>(from + i * stride), _MM_HINT_T1);
+          __m512i row[16];
+          load_transposed(row, from, stride, n - c, k - s * kPerLane<Element>);
+          const auto step = [&](int i) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kRowCount; r++)
+              sum[r] = multiply_add<Element>(_mm512_set1_epi32(l[r * left.row + i]), row[i], sum[r]);
+          };
+          if (end - s >= 16) {
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) step(i);
+          } else {
+            for (int i = 0; i < end - s; i++) step(i);
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRowCount; r++) {
+          float* out = product + r * ld + c;
+          _mm512_storeu_ps(out, block ? _mm512_add_ps(_mm512_loadu_ps(out), sum[r]) : sum[r]);
         }
       }
     }

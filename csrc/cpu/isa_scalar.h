@@ -6,6 +6,7 @@
 //   kLeftByRows    the left operand must have consecutive steps of a row beside each other
 //   pairs<E>       whether a lane is a pair of E (else one float)
 //   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
+//   kDirectRows    up to so many rows, a weight with unit stride along the steps is not packed: direct<E>
 //   transpose<E>   packs n <= w rows of k elements into lanes [step][w]; unset columns and steps become zero
 #pragma once
 
@@ -25,6 +26,7 @@ struct Scalar {
   static constexpr int64_t kStepMultiple = 1;
   static constexpr int64_t kRowMultiple = 1;
   static constexpr bool kLeftByRows = false;
+  static constexpr int64_t kDirectRows = 0;
   template <class Element>
   static constexpr bool pairs = false;
 

@@ -21,6 +21,14 @@ struct Rows {
   const Element* operator[](int64_t p) const { return base + (index ? index[p] : p) * stride; }
 };
 
+// A weight seen as a right operand: the element of column n and step k at data[n * column + k * step].
+template <class Element>
+struct Strided {
+  const Element* data;
+  int64_t column;
+  int64_t step;
+};
+
 // How elements become lanes.
 template <class Isa, class Element>
 struct Packing {
@@ -43,10 +51,11 @@ struct Packing {
   }
 
   // Rows p0 .. p0 + n as rows of lanes, columns k0 .. k0 + k along the steps.
-  static Left rows(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t n, int64_t k0, int64_t k) {
+  static Left rows(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t n, int64_t k0, int64_t k,
+                   int64_t lead = kLeadLanes) {
     const int64_t count = steps(k);
     Lane* dst = scratch.left;
-    for (int64_t r = 0; r < n; r++, dst += kLeadLanes) {
+    for (int64_t r = 0; r < n; r++, dst += lead) {
       const Element* src = scaled(scratch, 0, rows, p0 + r, k0, k);
       if constexpr (kPairs) {
         std::memcpy(dst, src, k * sizeof(Element));
@@ -55,9 +64,8 @@ struct Packing {
         widen_row(src, reinterpret_cast<float*>(dst), k);
       }
     }
-    for (int64_t r = n; r < round_up(n, Isa::kRowMultiple); r++, dst += kLeadLanes)
-      std::memset(dst, 0, count * sizeof(Lane));
-    return {scratch.left, kLeadLanes, 1};
+    for (int64_t r = n; r < round_up(n, Isa::kRowMultiple); r++, dst += lead) std::memset(dst, 0, count * sizeof(Lane));
+    return {scratch.left, lead, 1};
   }
 
   // Columns c0 .. c0 + n of rows p0 .. p0 + k, the rows along the steps: lanes [step][w].
@@ -94,10 +102,11 @@ struct Packing {
     }
   }
 
-  // The right operand from a weight: n columns, k along the steps, element (column, step) at src[column * n_stride +
-  // step * k_stride].
-  static void weight(Scratch& scratch, Lane* dst, int64_t w, const Element* src, int64_t n_stride, int64_t n,
-                     int64_t k_stride, int64_t k) {
+  // The right operand from a weight: n columns, k along the steps.
+  static void weight(Scratch& scratch, Lane* dst, int64_t w, const Strided<Element>& from, int64_t n, int64_t k0,
+                     int64_t k) {
+    const Element* src = from.data + k0 * from.step;
+    const int64_t n_stride = from.column, k_stride = from.step;
     if (k_stride == 1) {
       Isa::template transpose<Element>(dst, w, src, n_stride, n, k, steps(k));
     } else if (n_stride == 1) {
@@ -139,6 +148,33 @@ void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t groups, const i
                                      accumulate || k0 > 0);
     }
   }
+}
+
+// The same with weights on the right, one for each group, n columns of each.
+template <class Isa, class Element>
+void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k, int64_t groups,
+                      const Strided<Element>* weights, int64_t n, bool accumulate) {
+  using Pack = Packing<Isa, Element>;
+  if constexpr (Isa::kDirectRows > 0) {
+    const int64_t lead = Pack::steps(k) + 16;
+    const bool fits = count <= Isa::kDirectRows && count * lead <= kRowsPacked * kLeadLanes;
+    if (fits && k > 0 && !accumulate && weights[0].step == 1 && weights[groups - 1].step == 1) {
+      const Left left = Pack::rows(scratch, rows, p0, count, 0, k, lead);
+      for (int64_t g = 0; g < groups; g++)
+        Isa::template direct<Element>(left, weights[g].data, weights[g].column, n, k, scratch.product + g * kColumns,
+                                      kLead, count);
+      return;
+    }
+  }
+  const int64_t widths[kGroups] = {n, n};
+  multiply<Isa, Element>(
+      scratch, count, k, groups, widths, accumulate,
+      [&](int64_t r0, int64_t part, int64_t k0, int64_t kc) {
+        return Pack::rows(scratch, rows, p0 + r0, part, k0, kc);
+      },
+      [&](int64_t g, Lane* dst, int64_t w, int64_t k0, int64_t kc) {
+        Pack::weight(scratch, dst, w, weights[g], n, k0, kc);
+      });
 }
 
 }  // namespace
