@@ -116,7 +116,30 @@ def _cpu() -> Target:
     )
 
 
-TARGETS: dict[str, Callable[[], Target]] = {"cpu": _cpu}
+def _sm90() -> Target:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    in_home = os.path.join(home, "bin", "nvcc")
+    return Target(
+        name="sm90",
+        folders=("cuda",),
+        sources=(
+            Source("cuda/ops.cpp"),
+            *(Source(f"cuda/sm90/{n}.cu") for n in ("forward", "input_grad", "weight_grad", "schedule", "combine")),
+        ),
+        compiler=in_home if os.path.exists(in_home) else shutil.which("nvcc"),
+        wants="nvcc of CUDA 12.8 or newer (the variable CUDA_HOME names its folder)",
+        flags=(
+            *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", "-lineinfo", STABLE_ABI, "-DUSE_CUDA"),
+            *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
+        ),
+        # Its own CUDA runtime, and nothing of libtorch's CUDA part: a torch without CUDA builds it too.
+        link_flags=("-shared", "-cudart", "static", f"-L{_torch_path('lib')}", "-ltorch_cpu"),
+        takes="a minute and a half",
+    )
+
+
+TARGETS: dict[str, Callable[[], Target]] = {"cpu": _cpu, "sm90": _sm90}
 
 
 @functools.cache

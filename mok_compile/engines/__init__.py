@@ -19,7 +19,7 @@ from mok_compile.spec import ExpertsSpec
 log = logging.getLogger("mok_compile")
 
 # Best first; the last one runs everything.
-ENGINES = ("cpu", "portable")
+ENGINES = ("sm90", "cpu", "portable")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,171 @@
+// What the host passes to the kernels' launchers. Plain C++: the binding includes torch, the kernels include CUDA.
+//
+// Legend: T tokens, K experts per token, E experts, H hidden size, I expert size, S = T * K slots (slot s = t * K + k),
+// N columns of the up projection (2 * I, or I for ungated experts). "Sorted rows" are the slots sorted by expert.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace mok::sm90 {
+
+enum class Dtype : int { kBFloat16, kFloat16, kFloat32, kInt32, kInt64 };
+
+// How gate and up are stored, see mok_compile/spec.py. Separate weights have two base addresses, the others one.
+enum class Layout : int { kConcat, kSeparate, kSingle };
+
+// kind(clamp(gate)) * (clamp(up) + up_offset), see GatedForm in mok_compile/activation.py.
+struct Activation {
+  enum Kind : int { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kSigmoid, kIdentity, kSwish };
+  int kind;
+  bool swapped;  // the nonlinear factor takes the second half
+  float alpha, gate_min, gate_max, up_min, up_max, up_offset;
+};
+
+// silu(gate) * up, for which the kernels have a version without run-time choices.
+inline bool is_plain_silu(const Activation& f) {
+  constexpr float kNone = std::numeric_limits<float>::infinity();
+  return f.kind == Activation::kSilu && !f.swapped && f.gate_min == -kNone && f.gate_max == kNone &&
+         f.up_min == -kNone && f.up_max == kNone && f.up_offset == 0.0f;
+}
+
+struct Sizes {
+  int64_t tokens, hidden, inner, experts, top_k;
+  int64_t slots() const { return tokens * top_k; }
+};
+
+// Device scratch shared by the kernels of one pass: counters, the inverse of `order`, and the row blocks (at most 128
+// sorted rows of one expert each) in order of rows.
+constexpr int kBlockRows = 128;
+
+struct Plan {
+  static constexpr int kHeader = 64;  // ints before the arrays
+  static constexpr int kTickets = 8;  // ticket counters
+
+  const int* order;    // [S] slot at each sorted position
+  const int* offsets;  // [E] ends of the experts' rows
+  int* error;          // not zero once a wait has timed out
+  int* tickets;        // [kTickets]
+  int* num_blocks;     // 1
+  int* blocks;         // [max_blocks][4]: expert, first row, rows, unused
+  int* done;           // [max_blocks] warps that have finished a block's up projection
+  int* position;       // [S] sorted position of each slot, -1 if it has no expert
+
+  static int64_t max_blocks(const Sizes& n) {
+    const int64_t slots = n.slots();
+    return slots / kBlockRows + (slots < n.experts ? slots : n.experts);
+  }
+  // Size of the scratch in ints.
+  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + n.slots(); }
+  static Plan at(int* scratch, const int* order, const int* offsets, const Sizes& n) {
+    int* const blocks = scratch + kHeader;
+    int* const done = blocks + 4 * max_blocks(n);
+    return {order, offsets, scratch, scratch + 1, scratch + 1 + kTickets, blocks, done, done + max_blocks(n)};
+  }
+};
+
+// Sorts ids [T, K] and fills order, offsets and the plan; zeroes the rows of h [S, columns] that belong to no expert
+// (h may be null). `counts` is scratch of schedule_scratch() ints.
+struct ScheduleArguments {
+  Sizes sizes;
+  const void* ids;
+  Dtype ids_dtype;
+  int* order;
+  int* offsets;
+  int* counts;
+  Plan plan;
+  void* h;
+  int64_t h_columns;
+};
+int64_t schedule_scratch(const Sizes& sizes);
+const char* schedule(const ScheduleArguments& arguments, void* stream);
+
+// Fills the plan from order and offsets.
+const char* replan(const Sizes& sizes, const Plan& plan, void* stream);
+
+// rows[r] = down(activation(up(x[token of r]))) for every sorted row r; a [S, I] is scratch, h [S, N] may be null.
+struct ForwardArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Layout layout;
+  Activation activation;
+  Plan plan;
+  const void* x;
+  const void* up[2];
+  const void* down;
+  const void* up_bias[2];  // null: none
+  const void* down_bias;   // null: none
+  void* h;
+  void* a;
+  void* rows;
+};
+const char* forward(const ForwardArguments& arguments, void* stream);
+
+// dh [S, N], a [S, I] (times the routing weight) and dscore [tiles][S], whose sum over tiles is <dy, expert output>.
+struct DownGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Layout layout;
+  Activation activation;
+  Plan plan;
+  const void* dy;
+  const void* down;
+  const void* h;
+  const void* weights;
+  Dtype weights_dtype;
+  void* dh;
+  void* a;
+  float* dscore;
+};
+int64_t score_tiles(const Sizes& sizes);
+const char* down_grad(const DownGradArguments& arguments, void* stream);
+
+// rows [S, columns] = columns [first_column, first_column + columns) of dh @ up.
+struct UpGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Layout layout;
+  Plan plan;
+  const void* dh;
+  const void* up[2];
+  void* rows;
+  int64_t first_column, columns;
+};
+const char* up_grad(const UpGradArguments& arguments, void* stream);
+
+// out [E, M, N] = per expert the sum over its sorted rows of left[row] outer right[row]. A gathered side is indexed by
+// token, the other by sorted row; strides in elements.
+struct WeightGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Plan plan;
+  const void* left;
+  int64_t left_stride, left_columns;
+  const void* right;
+  int64_t right_stride, right_columns;
+  bool left_gathered, right_gathered;
+  void* out;
+  int ticket;  // which counter of the plan
+};
+const char* weight_grad(const WeightGradArguments& arguments, void* stream);
+
+// out [T, out_stride] columns [0, columns) = sum over the token's slots, in slot order, of (weight *) rows [S,
+// columns]. With dscore, also dweights[slot] = sum over tiles of dscore. Poisons the output if a wait has timed out.
+struct CombineArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Plan plan;
+  const void* rows;
+  int64_t columns;
+  const void* weights;  // null: all one
+  Dtype weights_dtype;
+  void* out;
+  Dtype out_dtype;
+  int64_t out_stride;
+  const float* dscore;  // null: none
+  int64_t dscore_tiles;
+  void* dweights;
+};
+const char* combine(const CombineArguments& arguments, void* stream);
+
+}  // namespace mok::sm90

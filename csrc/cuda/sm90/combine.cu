@@ -1,0 +1,95 @@
+// The sum over each token's slots, in slot order: the last step of forward (weighted) and of backward (of dx). One warp
+// per token and 256 columns; a slot's rows are read 16 bytes a lane, all slots in flight together.
+#include "launch.cuh"
+
+namespace mok::sm90 {
+namespace {
+
+constexpr int kCombineThreads = 256, kColumns = 256;
+constexpr int kMaxSlots = 32;  // slots per token: one per lane
+
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const T* rows, Plan plan, Numbers weights, Numbers out, int64_t out_stride, const float* dscore,
+                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs) {
+  const int64_t task = (blockIdx.x * int64_t(kCombineThreads) + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t token = task / slabs;
+  if (token >= tokens) return;
+  const int column = int(task % slabs) * kColumns + lane * 8;
+  const float poison = *plan.error ? __int_as_float(0x7FC00000) : 0.0f;
+
+  int position = -1;
+  float weight = 1.0f;
+  if (lane < top_k) {
+    const int64_t slot = token * top_k + lane;
+    position = plan.position[slot];
+    if (weights.data) weight = weights.load(slot);
+    if (dscore && task % slabs == 0) {
+      float sum = poison;
+      if (position >= 0)
+        for (int n = 0; n < dscore_tiles; ++n) sum += dscore[n * int64_t(tokens) * top_k + position];
+      dweights.store(slot, sum);
+    }
+  }
+  float sum[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] = poison;
+  constexpr int kFlight = 8;
+  for (int k0 = 0; k0 < top_k; k0 += kFlight) {
+    uint4 part[kFlight];
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k) {
+      const int from = __shfl_sync(~0u, position, k0 + k);
+      part[k] = make_uint4(0, 0, 0, 0);
+      if (k0 + k < top_k && from >= 0 && column < columns)
+        part[k] = __ldcs(reinterpret_cast<const uint4*>(rows + from * int64_t(columns) + column));
+    }
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k) {
+      const int from = __shfl_sync(~0u, position, k0 + k);
+      const float w = __shfl_sync(~0u, weight, k0 + k);
+      if (k0 + k >= top_k || from < 0) continue;
+      const uint32_t word[4] = {part[k].x, part[k].y, part[k].z, part[k].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = Pair<T>::unpack(word[i]);
+        sum[2 * i] += w * v.x;
+        sum[2 * i + 1] += w * v.y;
+      }
+    }
+  }
+  if (column >= columns) return;
+  const int64_t at = token * out_stride + column;
+  if (out.dtype == Dtype::kFloat32) {
+    float4* const to = reinterpret_cast<float4*>(static_cast<float*>(out.data) + at);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + at) =
+        make_uint4(Pair<T>::pack(sum[0], sum[1]), Pair<T>::pack(sum[2], sum[3]), Pair<T>::pack(sum[4], sum[5]),
+                   Pair<T>::pack(sum[6], sum[7]));
+  }
+}
+
+template <class T>
+const char* run(const CombineArguments& in, void* stream) {
+  const int slabs = in.columns ? int((in.columns + kColumns - 1) / kColumns) : 1;
+  const int64_t threads = in.sizes.tokens * slabs * 32;
+  const Numbers weights{const_cast<void*>(in.weights), in.weights_dtype}, out{in.out, in.out_dtype},
+      dweights{in.dweights, in.weights_dtype};
+  combine_kernel<T><<<unsigned((threads + kCombineThreads - 1) / kCombineThreads), kCombineThreads, 0,
+                      static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,
+      int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs);
+  return check(cudaGetLastError());
+}
+
+}  // namespace
+
+const char* combine(const CombineArguments& in, void* stream) {
+  if (in.sizes.top_k > kMaxSlots) return "more slots per token than the combine kernel has lanes";
+  return in.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16>(in, stream) : run<__half>(in, stream);
+}
+
+}  // namespace mok::sm90

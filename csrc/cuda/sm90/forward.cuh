@@ -1,0 +1,185 @@
+// The forward kernel: up projection with the activation in its epilogue, then the down projection of the finished
+// blocks.
+#pragma once
+
+#include "activation.cuh"
+#include "rows.cuh"
+
+namespace mok::sm90 {
+
+// kPlain: silu(gate) * up without biases.
+template <class T, bool kGated, bool kPlain>
+struct Forward {
+  using Element = T;
+  static constexpr bool kTransposeA = false, kTransposeB = false;
+  static constexpr int kBoxBytes = kBytesB;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
+  static constexpr int kWidth = kGated ? kTileN / 2 : kTileN;
+  enum Kind : int { kUp, kDown };
+
+  struct Params {
+    CUtensorMap up[2], down;  // boxes of 64 x 96; gate and up of a gated tile come from up[0] and up[1]
+    Plan plan;
+    int* error;
+    int* ticket;
+    RowSource<T> x, a;
+    T* h;  // may be null
+    T* a_out;
+    T* rows;
+    const T* up_bias[2];
+    const T* down_bias;
+    int64_t up_bias_stride;  // elements from one expert to the next
+    Activation activation;
+    int hidden, inner;
+    int second;  // row of up[1] at which the second half of a tile starts, relative to the first
+    int up_tiles, down_tiles;
+  };
+
+  static __device__ __forceinline__ Task task(const Params& p, int ticket) {
+    const int blocks = *p.plan.num_blocks, up_tickets = blocks * p.up_tiles;
+    return ticket < up_tickets
+               ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, p.x.steps(), kWidth)
+               : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, p.a.steps(), kTileN);
+  }
+
+  struct Loader : RowLoader<T> {
+    __device__ __forceinline__ Loader(const Params& p, const Task& task, int thread)
+        : RowLoader<T>(task.kind == kUp ? p.x : p.a, task, thread) {}
+
+    static __device__ __forceinline__ bool ready(const Params& p, const Task& task) {
+      return task.kind == kUp || ptx::load_acquire(p.plan.done + task.extra) >= 4 * p.up_tiles;
+    }
+    static __device__ __forceinline__ void wait(const Params& p, const Task& task, const Ring& ring) {
+      if (task.kind == kUp) return;
+      if (threadIdx.x % 32 == 0) ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, 7);
+      __syncwarp();
+    }
+    __device__ __forceinline__ void rows(const Params&, const Task&, int step, uint32_t stage) const {
+      RowLoader<T>::rows(step, stage);
+    }
+    static __device__ __forceinline__ void boxes(const Params& p, const Task& task, int step, uint32_t to,
+                                                 uint32_t barrier) {
+      const bool up = task.kind == kUp;
+      const int second = up ? p.second : kTileN / 2;
+      ptx::copy_box(to, up ? &p.up[0] : &p.down, step * kTileK, task.column, task.expert, barrier);
+      ptx::copy_box(to + kBytesB / 2, up ? &p.up[1] : &p.down, step * kTileK, task.column + second, task.expert,
+                    barrier);
+    }
+  };
+
+  static __device__ __forceinline__ void finish_empty(const Params&, const Task&, const Warp&) {}
+
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task, const float (&acc)[2][kAccumulators],
+                                                const Warp& warp) {
+    if (task.kind == kDown) {
+      const T* const bias = p.down_bias ? p.down_bias + static_cast<int64_t>(task.expert) * p.hidden : nullptr;
+      store_tile<T, !kPlain>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
+      return;
+    }
+    if (kGated) {
+      finish_gated(p, task, acc, warp);
+    } else {
+      finish_single(p, task, acc, warp);
+    }
+    __syncwarp();
+    if (warp.lane() == 0) {
+      __threadfence();
+      ptx::add_release(p.plan.done + task.extra, 1);
+    }
+  }
+
+  // The activation sees h as it is rounded for saving, so that backward finds the same value.
+  static __device__ __forceinline__ void finish_gated(const Params& p, const Task& task,
+                                                      const float (&acc)[2][kAccumulators], const Warp& warp) {
+    const Gate<kPlain> gate{p.activation};
+    const int room = p.inner - task.column - warp.line_column();
+    const int64_t bias_at = task.expert * p.up_bias_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
+      if (task.rows <= first) break;
+      const int64_t row = task.row + first + warp.line_row();
+      const int column = task.column + warp.line_column();
+      T* const to_h = p.h + row * 2 * p.inner + column;
+      T* const to_a = p.a_out + row * p.inner + column;
+#pragma unroll
+      for (int piece = 0; piece < 3; ++piece) {
+        const int lines = room > piece * 32 ? rows : 0;
+        uint32_t g[8], u[8];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          float2 add_g = make_float2(0.0f, 0.0f), add_u = add_g;
+          if (!kPlain && p.up_bias[0]) {
+            const int at = task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2;
+            add_g = bias_pair(p.up_bias[0] + bias_at, at, p.inner);
+            add_u = bias_pair(p.up_bias[1] + bias_at, at, p.inner);
+          }
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float* const v = &acc[half][(piece * 4 + b) * 4 + r * 2];
+            g[2 * b + r] = Pair<T>::pack(v[0] + add_g.x, v[1] + add_g.y);
+            u[2 * b + r] = Pair<T>::pack(v[kAccumulators / 2] + add_u.x, v[kAccumulators / 2 + 1] + add_u.y);
+          }
+        }
+        if (p.h) {
+          __syncwarp();
+          warp.put<0>(g);
+          warp.put<1>(u);
+          __syncwarp();
+          warp.store<0>(to_h + piece * 32, 2 * p.inner, lines);
+          warp.store<1>(to_h + p.inner + piece * 32, 2 * p.inner, lines);
+        }
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+          const float2 gg = Pair<T>::unpack(g[b]), uu = Pair<T>::unpack(u[b]);
+          g[b] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
+        }
+        __syncwarp();
+        warp.put<0>(g);
+        __syncwarp();
+        warp.store<0>(to_a + piece * 32, p.inner, lines);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void finish_single(const Params& p, const Task& task,
+                                                       const float (&acc)[2][kAccumulators], const Warp& warp) {
+    const Gate<kPlain> gate{p.activation};
+    const int room = p.inner - task.column - warp.line_column();
+    const int64_t bias_at = task.expert * p.up_bias_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
+      if (task.rows <= first) break;
+      const int64_t at =
+          (task.row + first + warp.line_row()) * static_cast<int64_t>(p.inner) + task.column + warp.line_column();
+#pragma unroll
+      for (int piece = 0; piece < 6; ++piece) {
+        const int lines = room > piece * 32 ? rows : 0;
+        uint32_t h[8], a[8];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          float2 add = make_float2(0.0f, 0.0f);
+          if (p.up_bias[0])
+            add = bias_pair(p.up_bias[0] + bias_at, task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2, p.inner);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float* const v = &acc[half][(piece * 4 + b) * 4 + r * 2];
+            h[2 * b + r] = Pair<T>::pack(v[0] + add.x, v[1] + add.y);
+            const float2 hh = Pair<T>::unpack(h[2 * b + r]);
+            a[2 * b + r] = Pair<T>::pack(gate.value(hh.x), gate.value(hh.y));
+          }
+        }
+        __syncwarp();
+        if (p.h) warp.put<0>(h);
+        warp.put<1>(a);
+        __syncwarp();
+        if (p.h) warp.store<0>(p.h + at + piece * 32, p.inner, lines);
+        warp.store<1>(p.a_out + at + piece * 32, p.inner, lines);
+      }
+    }
+  }
+};
+
+}  // namespace mok::sm90

@@ -1,0 +1,69 @@
+#include "input_grad.cuh"
+
+#include "launch.cuh"
+
+namespace mok::sm90 {
+namespace {
+
+template <class T, bool kGated, bool kPlain>
+const char* run_down(const DownGradArguments& in, void* stream) {
+  using Op = DownGrad<T, kGated, kPlain>;
+  typename Op::Params p{};
+  if (const char* error = weight_map(&p.down, in.dtype, in.down, in.sizes.experts, in.sizes.hidden, in.sizes.inner, 64))
+    return error;
+  p.plan = in.plan;
+  p.error = in.plan.error;
+  p.ticket = in.plan.tickets + 1;
+  p.dy = {static_cast<const T*>(in.dy), in.plan.order, int(in.sizes.top_k), int(in.sizes.hidden), 1};
+  p.h = static_cast<const T*>(in.h);
+  p.weights = {const_cast<void*>(in.weights), in.weights_dtype};
+  p.dh = static_cast<T*>(in.dh);
+  p.a = static_cast<T*>(in.a);
+  p.dscore = in.dscore;
+  p.activation = in.activation;
+  p.inner = int(in.sizes.inner);
+  p.tiles = int(score_tiles(in.sizes));
+  p.slots = int(in.sizes.slots());
+  return launch<Op>(p, stream);
+}
+
+template <class T>
+const char* choose_down(const DownGradArguments& in, void* stream) {
+  if (in.layout == Layout::kSingle) return run_down<T, false, false>(in, stream);
+  return is_plain_silu(in.activation) ? run_down<T, true, true>(in, stream) : run_down<T, true, false>(in, stream);
+}
+
+template <class T>
+const char* run_up(const UpGradArguments& in, void* stream) {
+  using Op = UpGrad<T>;
+  const bool separate = in.layout == Layout::kSeparate;
+  const int64_t k = in.layout == Layout::kConcat ? 2 * in.sizes.inner : in.sizes.inner;
+  typename Op::Params p{};
+  for (int i = 0; i < 2; ++i) {
+    const void* const up = in.up[separate ? i : 0];
+    if (const char* error = weight_map(&p.up[i], in.dtype, up, in.sizes.experts, k, in.sizes.hidden, 64)) return error;
+  }
+  p.plan = in.plan;
+  p.error = in.plan.error;
+  p.ticket = in.plan.tickets + 2;
+  p.dh = {static_cast<const T*>(in.dh), nullptr, 1, int(k), separate ? 2 : 1};
+  p.rows = static_cast<T*>(in.rows);
+  p.first_column = int(in.first_column);
+  p.columns = int(in.columns);
+  p.tiles = int((in.columns + kTileN - 1) / kTileN);
+  return launch<Op>(p, stream);
+}
+
+}  // namespace
+
+int64_t score_tiles(const Sizes& sizes) { return (sizes.inner + kTileN - 1) / kTileN; }
+
+const char* down_grad(const DownGradArguments& in, void* stream) {
+  return in.dtype == Dtype::kBFloat16 ? choose_down<__nv_bfloat16>(in, stream) : choose_down<__half>(in, stream);
+}
+
+const char* up_grad(const UpGradArguments& in, void* stream) {
+  return in.dtype == Dtype::kBFloat16 ? run_up<__nv_bfloat16>(in, stream) : run_up<__half>(in, stream);
+}
+
+}  // namespace mok::sm90
