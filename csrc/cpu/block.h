@@ -116,11 +116,17 @@ constexpr int64_t kColumns = 64;               // columns of a tile: four AVX-51
 constexpr int64_t kGroups = 2;                 // such tiles side by side in one product: gate and up
 constexpr int64_t kSteps = 512;                // lanes of the contracted dimension that are packed at a time
 constexpr int64_t kRowsPacked = 48;            // rows of the left operand packed at a time: a multiple of 6 and of 16
-constexpr int64_t kRows = 5 * kRowsPacked;     // rows of a tile
-constexpr int64_t kTokens = 1024;              // tokens whose output tile is summed in cache
+constexpr int64_t kRows = 10 * kRowsPacked;    // rows of a tile, at most
+constexpr int64_t kTokens = 4096;              // tokens whose output tile is summed at a time, at most
 constexpr int64_t kLead = kGroups * kColumns;  // row length of a product
 constexpr int64_t kLeadLanes = kSteps + 16;    // row length of the left operand; the pad spreads rows over cache sets
 constexpr int64_t kActivationBlock = 4 * kColumns;
+
+// The length of the parts that `rows` rows are cut into: at most kRows, about equal, whole packings.
+constexpr int64_t rows_per_tile(int64_t rows) {
+  const int64_t parts = (rows + kRows - 1) / kRows;
+  return parts <= 1 ? rows : (rows + parts * kRowsPacked - 1) / (parts * kRowsPacked) * kRowsPacked;
+}
 
 // Buffers of one thread.
 struct alignas(64) Scratch {

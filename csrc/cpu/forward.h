@@ -117,7 +117,8 @@ void for_rows_of_tokens(const Block& block, int64_t t0, int64_t t1, Body body) {
   for (int64_t e = 0; e < block.E; e++) {
     const int64_t end = block.offsets[e];
     const int64_t lo = first_row(block.token, start, end, t0), hi = first_row(block.token, lo, end, t1);
-    for (int64_t r = lo; r < hi; r += kRows) body(e, r, smaller(r + kRows, hi));
+    const int64_t part = rows_per_tile(hi - lo);
+    for (int64_t r = lo; r < hi; r += part) body(e, r, smaller(r + part, hi));
     start = end;
   }
 }

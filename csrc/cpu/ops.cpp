@@ -6,6 +6,9 @@
 
 #include <cstring>
 #include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "dispatch.h"
 #include "schedule.h"
@@ -178,30 +181,56 @@ struct Operands {
   // Tiles of each expert's rows and of `columns` columns, at most `width` wide.
   std::vector<Tile> expert_tiles(int64_t columns, int64_t width) const {
     std::vector<Tile> tiles;
-    for (int64_t e = 0; e < block.E; e++)
-      for (int64_t r = rows_begin(e); r < block.offsets[e]; r += kRows)
+    for (int64_t e = 0; e < block.E; e++) {
+      const int64_t begin = rows_begin(e), end = block.offsets[e], part = rows_per_tile(end - begin);
+      for (int64_t r = begin; r < end; r += part)
         for (int64_t c = 0; c < columns; c += width)
-          tiles.push_back({e, r, std::min<int64_t>(r + kRows, block.offsets[e]), c, std::min(c + width, columns)});
+          tiles.push_back({e, r, std::min(r + part, end), c, std::min(c + width, columns)});
+    }
     return tiles;
   }
 
-  // Tiles of all tokens and of `columns` columns.
-  std::vector<Tile> token_tiles(int64_t columns, int64_t width) const {
+  // Tiles of `tokens` tokens and `width` columns.
+  std::vector<Tile> token_tiles(int64_t columns, int64_t width, int64_t tokens) const {
     std::vector<Tile> tiles;
-    for (int64_t t = 0; t < block.T; t += kTokens)
+    for (int64_t t = 0; t < block.T; t += tokens)
       for (int64_t c = 0; c < columns; c += width)
-        tiles.push_back({0, t, std::min(t + kTokens, block.T), c, std::min(c + width, columns)});
+        tiles.push_back({0, t, std::min(t + tokens, block.T), c, std::min(c + width, columns)});
     return tiles;
   }
 };
 
-// Narrower tiles when there would be too few to keep all threads busy.
-template <class MakeTiles>
-std::vector<Tile> enough_tiles(int64_t threads, const MakeTiles& make) {
+bool enough(const std::vector<Tile>& tiles, int64_t threads) {
+  return static_cast<int64_t>(tiles.size()) >= 4 * threads;
+}
+
+// Tiles as large as keeps all threads busy.
+std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns) {
   int64_t width = kColumns;
-  std::vector<Tile> tiles = make(width);
-  while (width > 16 && static_cast<int64_t>(tiles.size()) < 4 * threads) tiles = make(width /= 2);
+  std::vector<Tile> tiles = operands.expert_tiles(columns, width);
+  while (width > 16 && !enough(tiles, threads)) tiles = operands.expert_tiles(columns, width /= 2);
   return tiles;
+}
+
+std::vector<Tile> token_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t narrowest = 16) {
+  int64_t width = kColumns, tokens = std::min(operands.block.T, kTokens);
+  for (;;) {
+    std::vector<Tile> tiles = operands.token_tiles(columns, width, std::max<int64_t>(tokens, 1));
+    if (enough(tiles, threads) || (tokens <= 512 && width <= narrowest)) return tiles;
+    tokens > 512 ? tokens = (tokens + 1) / 2 : width /= 2;
+  }
+}
+
+// A fresh gradient of many megabytes costs more time in page faults than in arithmetic.
+void use_large_pages(const Tensor& t) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel() * t.element_size()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)t;
+#endif
 }
 
 void schedule(Team& team, const Tensor& ids, int64_t E, const Tensor& order, const Tensor& offsets) {
@@ -242,11 +271,9 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
     const int64_t row_bytes = (block.gated ? 2 : 1) * block.I * size_of(block.dtype), routed = operands.routed();
     if (row_bytes) std::memset(block.h + routed * row_bytes, 0, (operands.slots() - routed) * row_bytes);
   }
-  const auto up_tiles =
-      enough_tiles(team.threads(), [&](int64_t width) { return operands.expert_tiles(block.I, width); });
+  const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I);
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) { table.up(block, scratch, up_tiles[i]); });
-  const auto down_tiles =
-      enough_tiles(team.threads(), [&](int64_t width) { return operands.token_tiles(block.H, width); });
+  const std::vector<Tile> down_tiles = token_tiles(operands, team.threads(), block.H);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
 
@@ -274,6 +301,7 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
     }
     return taken;
   };
+  for (const Tensor& grad : grads) use_large_pages(grad);
   const Tensors dx = take(need_x, 1), dweight = take(need_weights, 1), dup = take(needs[2], up.size()),
                 ddown = take(needs[3], down.size()), dup_bias = take(needs[4], up_bias.size()),
                 ddown_bias = take(needs[5], down_bias.size());
@@ -312,9 +340,9 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   };
   std::vector<Task> tasks;
   if (need_products) {
-    const auto tiles = enough_tiles(block.partial && weight_on_input ? 1 : team.threads(), [&](int64_t width) {
-      return operands.token_tiles(block.H, block.partial && weight_on_input ? kColumns : width);
-    });
+    // `partial` has one part for each full tile of columns.
+    const int64_t narrowest = need_weights && weight_on_input ? kColumns : 16;
+    const std::vector<Tile> tiles = token_tiles(operands, team.threads(), block.H, narrowest);
     for (const Tile& tile : tiles) tasks.push_back({Task::kInput, tile, Weight::kUp});
   }
   const auto add_matrices = [&](const Matrix* matrices, int64_t rows, int64_t columns, Weight which) {

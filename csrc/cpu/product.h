@@ -35,6 +35,9 @@ struct Packing {
   static constexpr bool kPairs = Isa::template pairs<Element>;
   static constexpr int64_t kPerLane = kPairs ? 2 : 1;
 
+  static constexpr int64_t kAhead = 32;                   // rows to prefetch ahead
+  static constexpr int64_t kLine = 64 / sizeof(Element);  // elements of a cache line
+
   static int64_t steps(int64_t k) { return round_up((k + kPerLane - 1) / kPerLane, kPairs ? Isa::kStepMultiple : 1); }
 
   // n elements of row p from column c0 on; where they are scaled they lie in one of two buffers.
@@ -78,6 +81,9 @@ struct Packing {
         std::memset(dst, 0, w * sizeof(Lane));
         continue;
       }
+      // Short pieces of distant rows: the hardware's prefetcher does not see them coming.
+      for (int64_t ahead = kAhead; ahead < kAhead + kPerLane && p + ahead < k; ahead++)
+        for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(rows[p0 + p + ahead] + c0 + i);
       const Element* first = scaled(scratch, 0, rows, p0 + p, c0, n);
       if constexpr (!kPairs) {
         widen_row(first, reinterpret_cast<float*>(dst), n);
