@@ -12,9 +12,9 @@ namespace {
 // The functions below have no branches, so that loops over them become vector code. Errors are a few units in the last
 // place; NaN and infinities go where the formulas of torch send them.
 
-inline float select(bool condition, float yes, float no) { return condition ? yes : no; }
+MOK_INLINE float select(bool condition, float yes, float no) { return condition ? yes : no; }
 
-inline float exp_(float x) {
+MOK_INLINE float exp_(float x) {
   // e^x = 2^n * e^r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to an integer.
   const float bounded = select(x > 89.0f, 89.0f, select(x < -104.0f, -104.0f, x));
   const float shifted = bounded * 1.44269504f + 12582912.0f;
@@ -37,9 +37,9 @@ inline float exp_(float x) {
   return select(x == x, p * scale * rest, x);
 }
 
-inline float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+MOK_INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
-inline float tanh_(float x) {
+MOK_INLINE float tanh_(float x) {
   const float z = x * x;
   float p = -5.70498872745e-3f;
   p = p * z + 2.06390887954e-2f;
@@ -51,7 +51,7 @@ inline float tanh_(float x) {
   return select(std::fabs(x) < 0.625f, small, large);
 }
 
-inline float erf_(float x) {
+MOK_INLINE float erf_(float x) {
   // A rational function on [-4, 4]; beyond it the result rounds to +-1.
   const float bounded = select(x > 4.0f, 4.0f, select(x < -4.0f, -4.0f, x));
   const float z = bounded * bounded;
@@ -70,7 +70,7 @@ inline float erf_(float x) {
   return select(std::fabs(x) < 4.0f, bounded * p / q, select(x == x, std::copysign(1.0f, x), x));
 }
 
-inline float log1p_(float x) {
+MOK_INLINE float log1p_(float x) {
   // log(1 + x) for x >= 0: the logarithm of u = 1 + x, corrected for what the addition lost.
   const float u = 1.0f + x;
   const uint32_t bits = bits_of(u) - 0x3f3504f3;
@@ -92,16 +92,16 @@ inline float log1p_(float x) {
   return log_u + (x - (u - 1.0f)) / u;
 }
 
-inline float softplus_(float x) { return select(x > 20.0f, x, select(x == x, log1p_(exp_(x)), x)); }
+MOK_INLINE float softplus_(float x) { return select(x > 20.0f, x, select(x == x, log1p_(exp_(x)), x)); }
 
 constexpr float kSqrtHalf = 0.70710678f, kGeluC = 0.79788456f;
 
-inline float gelu_cdf(float x) { return 0.5f * (1.0f + erf_(x * kSqrtHalf)); }
-inline float gelu_tanh_inner(float x) { return tanh_(kGeluC * (x + 0.044715f * x * x * x)); }
+MOK_INLINE float gelu_cdf(float x) { return 0.5f * (1.0f + erf_(x * kSqrtHalf)); }
+MOK_INLINE float gelu_tanh_inner(float x) { return tanh_(kGeluC * (x + 0.044715f * x * x * x)); }
 
 // Value and derivative of each function of one argument, as in mok_compile/activation.py.
 template <Op op>
-inline float value_of(float x) {
+MOK_INLINE float value_of(float x) {
   if constexpr (op == Op::kSigmoid) return sigmoid_(x);
   if constexpr (op == Op::kSilu) return x / (1.0f + exp_(-x));
   if constexpr (op == Op::kGelu) return x * gelu_cdf(x);
@@ -118,7 +118,7 @@ inline float value_of(float x) {
 }
 
 template <Op op>
-inline float derivative_of(float x) {
+MOK_INLINE float derivative_of(float x) {
   if constexpr (op == Op::kSigmoid) {
     const float s = sigmoid_(x);
     return s * (1.0f - s);

@@ -10,6 +10,9 @@
 
 #include "block.h"
 
+// A call inside a loop would keep the loop from becoming vector code.
+#define MOK_INLINE inline __attribute__((always_inline))
+
 namespace mok {
 namespace {
 
@@ -24,21 +27,21 @@ struct __attribute__((packed)) F16 {
   uint16_t bits;
 };
 
-inline uint32_t bits_of(float v) {
+MOK_INLINE uint32_t bits_of(float v) {
   uint32_t u;
   std::memcpy(&u, &v, 4);
   return u;
 }
 
-inline float float_of(uint32_t u) {
+MOK_INLINE float float_of(uint32_t u) {
   float v;
   std::memcpy(&v, &u, 4);
   return v;
 }
 
-inline float widen(F32 v) { return v.value; }
-inline float widen(Bf16 v) { return float_of(uint32_t{v.bits} << 16); }
-inline float widen(F16 v) {
+MOK_INLINE float widen(F32 v) { return v.value; }
+MOK_INLINE float widen(Bf16 v) { return float_of(uint32_t{v.bits} << 16); }
+MOK_INLINE float widen(F16 v) {
 #if defined(__F16C__)
   return _cvtsh_ss(v.bits);
 #else
@@ -50,15 +53,15 @@ inline float widen(F16 v) {
 }
 
 template <class Element>
-Element narrow(float v);
+MOK_INLINE Element narrow(float v);
 
 template <>
-inline F32 narrow<F32>(float v) {
+MOK_INLINE F32 narrow<F32>(float v) {
   return {v};
 }
 
 template <>
-inline Bf16 narrow<Bf16>(float v) {
+MOK_INLINE Bf16 narrow<Bf16>(float v) {
   const uint32_t u = bits_of(v);
   const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   const uint32_t nan = (u >> 16) | 0x40;
@@ -66,7 +69,7 @@ inline Bf16 narrow<Bf16>(float v) {
 }
 
 template <>
-inline F16 narrow<F16>(float v) {
+MOK_INLINE F16 narrow<F16>(float v) {
 #if defined(__F16C__)
   return {static_cast<uint16_t>(_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT))};
 #else
