@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,29 +14,51 @@ from mok_compile.options import Options
 from mok_compile.passes.checkpoint import translate_policy
 from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
+from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
 from mok_compile.passes.verify import verify
 from mok_compile.report import Site
 
+log = logging.getLogger("mok_compile")
 
-def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options) -> list[Site]:
+
+def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, watched: bool = False) -> list[Site]:
     """Replaces the MoE blocks of `gm` in place and says what became of each, in program order.
 
     `inputs` are the real inputs of the graph, or None where they are not known (then nothing is verified). Bodies of
-    checkpointed regions are fused too; other higher-order ops are left alone.
+    checkpointed regions are fused too; other higher-order ops are left alone. With `watched` each site carries its
+    slice of the graph and what was proven there.
     """
     found = analyse(gm.graph)
+    slices = _slices(gm, found) if watched else {}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    sites = [(order[miss.at], _missed(miss)) for miss in found.misses]
-    sites += [(order[block.final], site) for block, site in _replace(gm, found, inputs, options)]
+    became = [(miss, miss.at, _missed(miss)) for miss in found.misses]
+    became += [(block, block.final, site) for block, site in _replace(gm, found, inputs, options)]
+    sites = []
+    for what, node, site in became:
+        site.slice = slices.get(what)
+        sites.append((order[node], site))
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
             body = getattr(gm, node.args[0].target)
-            inner = fuse(body, None, options)
+            inner = fuse(body, None, options, watched)
+            for site in inner:
+                site.subgraph = ".".join(filter(None, (node.args[0].target, site.subgraph)))
             if any(site.status == "fused" for site in inner):
                 translate_policy(body)
             sites += [(order[node], site) for site in inner]
     return [site for _, site in sorted(sites, key=lambda pair: pair[0])]
+
+
+def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
+    from mok_compile.passes.extract import Extraction  # nobody else needs it
+
+    try:
+        extraction = Extraction(gm, found)
+        return {site: extraction.slice_of(site) for site in (*found.blocks, *found.misses)}
+    except Exception:  # a picture of the compile must not end the compile
+        log.warning("mok-compile: the sites of this graph cannot be drawn", exc_info=True)
+        return {}
 
 
 def _replace(
@@ -71,7 +94,17 @@ def _replace(
 def _fused(insertion: Insertion, error: float | None) -> Site:
     block, choice = insertion.block, insertion.choice
     detail = "; ".join(f"{name}: {why}" for name, why in choice.passed_over.items())
-    return Site("fused", None, detail, _where(block), block.spec, choice.name, error, block.final.name)
+    return Site(
+        "fused",
+        None,
+        detail,
+        _where(block),
+        block.spec,
+        choice.name,
+        error,
+        block.final.name,
+        problem=insertion.problem,
+    )
 
 
 def _refused(block: Block, reason: str, detail: str) -> Site:
@@ -91,12 +124,8 @@ def location(node: fx.Node) -> str:
     """Module path, class, and the source line that `node` comes from."""
     path, cls = module_of(node)
     where = f"{path} [{cls}]" if path else "(no module)"
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    lines = [line.strip() for line in trace if line.strip().startswith("File ")]
-    if lines:
-        file, number = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
-        where += f" {file.rpartition('site-packages/')[2]}:{number}"
-    return where
+    source = source_of(node)
+    return where if source is None else f"{where} {source}"
 
 
 def uses_ops(gm: torch.nn.Module) -> bool:

@@ -282,8 +282,7 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
             return None
         if _integer(a):
             return Expert(by.ids, SORTED) if _root(a) is by.ids else None
-        one_per_row = len(a.meta.shape) == 1 or (len(a.meta.shape) == 2 and same(a.meta.shape[1], 1))
-        return RowWeight(a, by.ids, SORTED) if one_per_row and a.meta.dtype.is_floating_point else None
+        return RowWeight(a, by.ids, SORTED) if _one_per_row(a, index) else None
     if isinstance(by, Inverse) and isinstance(fact, (Rows, Pointwise, Token, RowWeight, Expert)):
         if fact.order != SORTED or fact.ids is not by.ids:
             raise Break("no-match", "rows are put back in order by the permutation of another routing")
@@ -399,7 +398,7 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
     if device is not None and value.meta.device != a.meta.device:
         return None
     if value.meta.dtype.is_floating_point != a.meta.dtype.is_floating_point:
-        exact = isinstance(fact, (Expert, Counts)) and value.meta.dtype in _EXACT
+        exact = isinstance(fact, (Expert, Counts, Offsets)) and value.meta.dtype in _EXACT
         return fact if exact else None
     if isinstance(fact, (Rows, Pointwise)):
         return replace(fact, dtypes=fact.dtypes | {value.meta.dtype})
@@ -524,10 +523,24 @@ def _mul(facts, value, a, b):
         if isinstance(fact, (Pointwise, Rows)) and isinstance(other, RowWeight):
             return _weighted(fact, other)
         if isinstance(fact, Grid) and other is None and isinstance(operand, Value):
-            return _weighted_grid(fact, operand)
+            return _weighted_grid(fact, operand, value)
+        if isinstance(fact, Pointwise) and fact.order == SLOT and other is None and _column(operand, value):
+            return _weighted(fact, RowWeight(operand, None, SLOT))
         if isinstance(fact, Grid) and isinstance(other, RowWeight):
-            return _weighted_grid(fact, other.weights) if other.order == SLOT else None
+            return _weighted_grid(fact, other.weights, value) if other.order == SLOT else None
     return _arithmetic(value, act.mul, left, right, a, b)
+
+
+def _one_per_row(a: Any, rows: Value) -> bool:
+    """Whether `a` holds one number for each row of `rows`: [S] or [S, 1]."""
+    if not isinstance(a, Value) or not a.meta.dtype.is_floating_point:
+        return False
+    shape = a.meta.shape
+    return len(shape) in (1, 2) and same(shape[0], rows.meta.shape[0]) and all(same(n, 1) for n in shape[1:])
+
+
+def _column(a: Any, rows: Value) -> bool:
+    return isinstance(a, Value) and len(a.meta.shape) == 2 and _one_per_row(a, rows)
 
 
 def _weighted(fact: Pointwise | Rows, by: RowWeight) -> Fact:
@@ -538,9 +551,9 @@ def _weighted(fact: Pointwise | Rows, by: RowWeight) -> Fact:
     return replace(fact, weight=by.weights)
 
 
-def _weighted_grid(fact: Grid, weights: Value) -> Fact | None:
+def _weighted_grid(fact: Grid, weights: Value, value: Value) -> Fact | None:
     shape = weights.meta.shape
-    if len(shape) != 3 or not same(shape[1], fact.rows.k) or not same(shape[2], 1):
+    if len(shape) != 3 or not all(map(same, shape, (value.meta.shape[0], fact.rows.k, 1))):
         return None
     return Grid(_weighted(fact.rows, RowWeight(weights, None, SLOT)))
 

@@ -64,6 +64,7 @@ class Analysis:
     view: View | None
     blocks: list[Block]
     misses: list[Miss]
+    facts: Facts | None = None
 
 
 def is_anchor(node: fx.Node) -> bool:
@@ -88,7 +89,7 @@ def analyse(graph: fx.Graph) -> Analysis:
                 broken[anchor] = (stop, final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
-    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)))
+    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:

@@ -30,6 +30,7 @@ class Insertion:
     block: Block
     nodes: tuple[fx.Node, ...]
     choice: Choice
+    problem: Problem
 
     @property
     def result(self) -> fx.Node:
@@ -55,12 +56,12 @@ class Substitution:
         before = set(self.graph.nodes)
         try:
             with self.graph.inserting_before(block.final):
-                choice = self._call(block)
+                choice, problem = self._call(block)
         finally:
             nodes = tuple(node for node in self.graph.nodes if node not in before)
         for node in nodes:
             self._end[node] = self.view.positions[block.final]
-        return Insertion(block, nodes, choice)
+        return Insertion(block, nodes, choice, problem)
 
     def commit(self, insertion: Insertion) -> None:
         """From here on the op's result is what every node stood for that returned the block's result object."""
@@ -91,7 +92,7 @@ class Substitution:
             if node.op == "placeholder" or outlives:
                 raise Break("mutation", f"the result is written into memory that {node.name} shares")
 
-    def _call(self, block: Block) -> Choice:
+    def _call(self, block: Block) -> tuple[Choice, Problem]:
         x = self._operand(block, block.x)
         down = self._weight(block, block.down)
         if _fake(x).dtype != _fake(down).dtype:
@@ -116,7 +117,7 @@ class Substitution:
         if block.base is not None:
             base = self._operand(block, block.base)
             self._describe(block, self.graph.call_function(torch.add, (base, result)), block.final)
-        return choice
+        return choice, problem
 
     def _operand(self, block: Block, value: Value) -> fx.Node:
         """The node to read `value` from at the block's end: the one that the block itself reads, if it still can."""

@@ -17,9 +17,7 @@ from mok_compile.passes.substitute import Insertion
 from mok_compile.passes.view import Cell, View
 
 # Largest difference of a row, relative to its norm, that rounding explains.
-TOLERANCE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}
-# Rows much smaller than the largest one are measured against this share of it: cancellation leaves them noise.
-SMALL = 1e-3
+TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 2e-2, torch.float32: 1e-3, torch.float64: 1e-9}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def verify(
     written = {node for node, cell in view.cells.items() if isinstance(cell, Cell) and cell.storage.writers}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     copies = [
-        given.detach().clone().requires_grad_(given.requires_grad) if node in written else given
+        given.detach().clone().requires_grad_(given.requires_grad) if node in written else _concrete(given)
         for node, given in zip(placeholders, inputs, strict=True)
     ]
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
@@ -54,6 +52,11 @@ def verify(
         run = _Run(gm, insertions)
         run.run(*copies)
     return run.compared
+
+
+def _concrete(given: Any) -> Any:
+    """The number that a symbolic one stands for in this compile."""
+    return given.node.hint if isinstance(given, (torch.SymInt, torch.SymFloat, torch.SymBool)) else given
 
 
 class _Run(fx.Interpreter):
@@ -95,6 +98,7 @@ def _error(old: torch.Tensor | None, new: torch.Tensor | None) -> float:
         return 0.0 if present is None or not present.any() else float("inf")
     if old.shape != new.shape:
         return float("inf")
+    low = old.dtype.itemsize < 4
     old, new = old.detach().double(), new.detach().double()
     if old.numel() == 0:
         return 0.0
@@ -105,5 +109,7 @@ def _error(old: torch.Tensor | None, new: torch.Tensor | None) -> float:
         return float("inf")
     old, new = old.masked_fill(infinite | old.isnan(), 0), new.masked_fill(infinite | new.isnan(), 0)
     size = old.norm(dim=-1)
-    floor = (size.max() * SMALL).clamp(min=torch.finfo(torch.float32).tiny)
+    # Cancellation leaves small rows nothing but rounding noise, in 16 bits even those of middling size.
+    floor = size.square().mean().sqrt() if low else size.max() * 1e-3
+    floor = floor.clamp(min=torch.finfo(torch.float32).tiny)
     return float(((old - new).norm(dim=-1) / size.clamp(min=floor)).max())

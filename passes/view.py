@@ -205,7 +205,7 @@ class View:
             return self._cell(node, value_of(example), self._storage(example))
 
         example = node.meta.get("example_value")
-        if isinstance(example, (torch.Tensor, tuple, list)):
+        if _has_tensors(example):
             self.cells[node] = tree_map(cell, example)
 
     def _cell(self, node: fx.Node, value: Value, storage: Storage) -> Cell:
@@ -245,9 +245,12 @@ class View:
             if not isinstance(arg, fx.Node):
                 return arg
             example, held = arg.meta.get("example_value"), self.cells.get(arg)
-            if isinstance(example, (torch.Tensor, tuple, list)) and held is not None:
-                return tree_map(reference, held, example)
-            if isinstance(example, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if _has_tensors(example):
+                cells, fakes = tree_leaves(held), tree_leaves(example)
+                if len(cells) != len(fakes):
+                    raise _Unknown
+                return tree_map(lambda cell: reference(cell, fakes[cells.index(cell)]), held)
+            if all(isinstance(leaf, _NUMBERS) for leaf in tree_leaves(example)):
                 return example
             raise _Unknown
 
@@ -300,6 +303,13 @@ class View:
         held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
         if held is not None:
             self.cells[node] = held
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _has_tensors(example: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(example))
 
 
 class _Unknown(Exception):
@@ -382,7 +392,7 @@ def _agrees(recording: _Recording, node: fx.Node) -> bool:
     for ref, example in zip(*leaves, strict=True):
         if isinstance(example, torch.Tensor) != isinstance(ref, _Ref):
             return False
-        found = metas.get(ref)
+        found = metas.get(ref) if isinstance(ref, _Ref) else None
         if found and (found.dtype != example.dtype or _hashable(found.shape) != _hashable(example.shape)):
             return False
     return True
