@@ -75,7 +75,9 @@ class _Run(fx.Interpreter):
     def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
         values = {node: self.env[node] for node in insertion.inputs}
         operands = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-        errors = {"the output": _error(old, new)}
+        dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
+        low = any(d.itemsize < 4 for d in dtypes)
+        errors = {"the output": _error(old, new, low)}
         if new.requires_grad and old.requires_grad and operands:
             seed = torch.randn_like(old)
             grads = [
@@ -83,22 +85,23 @@ class _Run(fx.Interpreter):
                 for y in (old, new)
             ]
             for node, a, b in zip(operands, *grads, strict=True):
-                errors[f"the gradient of {node.name}"] = _error(a, b)
+                errors[f"the gradient of {node.name}"] = _error(a, b, low)
         elif new.requires_grad != old.requires_grad:
             errors["the gradient, which only one side has,"] = float("inf")
         where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
-        dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
         return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
 
 
-def _error(old: torch.Tensor | None, new: torch.Tensor | None) -> float:
-    """The largest norm of a row of old - new, relative to that row of old; NaN and Inf must be at the same places."""
+def _error(old: torch.Tensor | None, new: torch.Tensor | None, low: bool) -> float:
+    """The largest norm of a row of old - new, relative to that row of old; NaN and Inf must be at the same places.
+
+    `low`: the block computes in 16 bits.
+    """
     if old is None or new is None:
         present = new if old is None else old
         return 0.0 if present is None or not present.any() else float("inf")
     if old.shape != new.shape:
         return float("inf")
-    low = old.dtype.itemsize < 4
     old, new = old.detach().double(), new.detach().double()
     if old.numel() == 0:
         return 0.0
