@@ -22,7 +22,7 @@ from mok_compile import dump  # noqa: E402
 from mok_compile.cache import AfterPartition, salt  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
-from mok_compile.report import Graph, Report, StrictError  # noqa: E402
+from mok_compile.report import Report, StrictError  # noqa: E402
 
 log = logging.getLogger("mok_compile")
 _POST_GRAD = "post_grad_custom_post_pass"
@@ -61,16 +61,18 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     StrictError under ``mok.strict`` if a recognisable block is left unfused.
     """
     watched = dump.wanted(mine)
-    before = dump.code(gm) if watched else ""
-    report = Report(fuse(gm, example_inputs, mine))
-    report.graphs.append(Graph(before, dump.code(gm) if watched else ""))
+    before = dump.code(gm) if watched else None
+    report = Report(fuse(gm, example_inputs, mine, watched))
+    report.graphs.append(dump.graph(before, dump.code(gm) if watched else None))
+    if watched and (report.sites or mine.dump):
+        dump.publish(report, mine)
     if not report.sites:
+        log.debug(report.summary())
         return report
     report.count()
-    log.info(report.summary())
+    if not dump.rank():  # ranks compile the same graphs: the first one speaks for all
+        log.info(report.summary())
     log.debug("%s", report)
-    if watched:
-        dump.publish(report, mine)
     if mine.strict and report.missed:
         raise StrictError(f"mok.strict is on and a block was left unfused\n{report}")
     return report

@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from mok_compile import dump
-from mok_compile.options import split
+from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
-from mok_compile.report import Graph, Report
+from mok_compile.report import Report
 
 
 def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[..., Report]:
     """Returns a function that runs `model` once on the arguments it is given and returns the `Report`.
 
-    `model` is a function or a module, compiled or not; it runs in eager mode, its compiled state is left alone.
-    `options` are the backend's; ``mok.strict`` is not applied.
+    `model` is a function or a module, compiled or not, or a method that calls a module several times, such as
+    ``model.generate``; it runs in eager mode, its compiled state is left alone. `options` are the backend's;
+    ``mok.strict`` is not applied.
     """
     mine, _ = split(options)
-    report = Report()
-
-    def collect(gm: fx.GraphModule, inputs: list) -> Callable:
-        before = dump.code(gm)
-        twin = fx.GraphModule(gm, _copy(gm))
-        sites = fuse(twin, inputs, mine)
-        report.add(Report(sites, [Graph(before, dump.code(twin))]))
-        return gm.forward
 
     def run(*args: Any, **kwargs: Any) -> Report:
-        report.sites.clear()
-        report.graphs.clear()
-        torch.compile(_plain(model), backend=collect)(*args, **kwargs)
-        return report
+        collector = Collector(mine)
+        with broken_graphs(collector.report):
+            if (module := _caller(model)) is not None:
+                with _compiled(module, collector):
+                    model(*args, **kwargs)
+            else:
+                torch.compile(_plain(model), backend=collector)(*args, **kwargs)
+        return collector.report
 
     return run
+
+
+class Collector:
+    """A backend that analyses a copy of each graph and runs the graph as it is."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.report = options, Report()
+
+    def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
+        before = dump.code(gm)
+        twin = fx.GraphModule(gm, _copy(gm))
+        sites = fuse(twin, inputs, self.options, watched=True)
+        found = Report(sites, [dump.graph(before, dump.code(twin))])
+        if self.options.dump:
+            dump.publish(found, self.options)
+        self.report.add(found)
+        return gm.forward
+
+
+@contextlib.contextmanager
+def broken_graphs(report: Report) -> Iterator[None]:
+    """Notes why the graph broke meanwhile, if it did: a block that is cut is no block any more."""
+    counter = torch._dynamo.utils.counters["graph_break"]
+    before = dict(counter)
+    yield
+    for reason, count in counter.items():
+        if count > before.get(reason, 0):
+            said = " ".join(line.strip() for line in reason.split("Developer debug context")[0].splitlines())
+            said = said.replace("Explanation:", "-").replace("Hint:", "Hint:").strip()
+            report.notes.append(f"graph break: {said}")
+
+
+@contextlib.contextmanager
+def _compiled(module: torch.nn.Module, backend: Callable) -> Iterator[None]:
+    """While this lasts, calls of `module` are compiled with `backend`."""
+    before = module.__dict__.get("_compiled_call_impl")
+    module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def _caller(model: Callable) -> torch.nn.Module | None:
+    """The module that `model` is a method of, if that method is another than its forward."""
+    owner = getattr(model, "__self__", None) if isinstance(model, types.MethodType) else None
+    if isinstance(owner, torch._dynamo.OptimizedModule):
+        owner = owner._orig_mod
+    own = isinstance(owner, torch.nn.Module) and model.__name__ not in ("forward", "__call__", "_call_impl")
+    return owner if own else None
 
 
 def _copy(gm: fx.GraphModule) -> fx.Graph:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mok_compile.spec import ExpertsSpec
+from mok_compile import table
+from mok_compile.spec import ExpertsSpec, dtype_name
+
+if TYPE_CHECKING:
+    from mok_compile.dump.listing import Listing
+    from mok_compile.engines import Problem
+    from mok_compile.passes.extract import Slice
 
 # Stable codes: meaning, and what the user can do about it. docs/reasons.md explains each at more length.
 REASONS = {
@@ -52,25 +58,65 @@ class Site:
     verify_error: float | None = None
     node: str = ""  # the node that was replaced, or where the proof broke
     graph: int = 0
+    problem: Problem | None = None  # sizes and dtypes of a fused block
+    subgraph: str = ""  # the checkpointed body that the block lies in, empty for the graph itself
+    slice: Slice | None = field(default=None, repr=False)  # what was proven; only when somebody watches
+
+    @property
+    def cure(self) -> str:
+        """What the user can do about it."""
+        return REASONS[self.reason][1] if self.reason else ""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The JSON of this site; docs/dumps.md describes the fields."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "detail": self.detail,
+            "what_to_do": self.cure,
+            "location": self.location,
+            "spec": asdict(self.spec) if self.spec else None,
+            "engine": self.engine,
+            "verify_error": self.verify_error,
+            "node": self.node,
+            "graph": self.graph,
+            "subgraph": self.subgraph,
+            "sizes": _sizes(self.problem) if self.problem else None,
+        }
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    return {
+        "hidden": problem.hidden,
+        "intermediate": problem.intermediate,
+        "num_experts": problem.num_experts,
+        "top_k": problem.top_k,
+        "dtype": dtype_name(problem.dtype),
+        "weights_dtype": dtype_name(problem.weights_dtype),
+        "device": str(problem.device),
+        "stacked": problem.stacked,
+    }
 
 
 @dataclass
 class Graph:
-    """The code of one compiled graph, before and after fusing."""
+    """The code of one compiled graph, before and after fusing; empty when nobody watches."""
 
     before: str
     after: str
+    listings: tuple[Listing, Listing] | None = field(default=None, repr=False)
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """The sites of one or more graphs. `str(report)` is a table, `report.to_dict()` the JSON."""
+    """The sites of one or more graphs. `str(report)` is a table, `report.to_dict()` the JSON.
+
+    `notes` are sentences about what stood in the way before there was a graph to look at.
+    """
 
     sites: list[Site] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def fused(self) -> int:
@@ -86,40 +132,39 @@ class Report:
             site.graph += len(self.graphs)
         self.sites += other.sites
         self.graphs += other.graphs
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "fused": self.fused,
             "missed": self.missed,
+            "notes": list(self.notes),
             "sites": [site.to_dict() for site in self.sites],
-            "graphs": [asdict(graph) for graph in self.graphs],
+            "graphs": [{"before": graph.before, "after": graph.after} for graph in self.graphs],
         }
 
     def summary(self) -> str:
         """One line: ``3 MoE blocks: 2 fused (cpu), 1 missed (hooks)``."""
-        total = len(self.sites)
+        if not self.sites:
+            return f"no MoE block found in {_count(len(self.graphs), 'graph')}"
         engines = sorted({s.engine for s in self.sites if s.engine})
         reasons = sorted({s.reason for s in self.sites if s.status == "missed" and s.reason})
         parts = [f"{self.fused} fused" + (f" ({', '.join(engines)})" if engines else "")]
         if self.missed:
             parts.append(f"{self.missed} missed ({', '.join(reasons)})")
-        return f"{total} MoE block{'' if total == 1 else 's'}: {', '.join(parts)}"
+        return f"{_count(len(self.sites), 'MoE block')}: {', '.join(parts)}"
 
     def __str__(self) -> str:
-        if not self.sites:
-            return f"no MoE block found in {len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
-        lines = [self.summary()]
-        for site in self.sites:
-            mark = "fused " if site.status == "fused" else "MISSED"
-            what = str(site.spec) if site.spec else ""
-            lines.append(f"  {mark} {site.location}")
-            if site.status == "fused":
-                error = "" if site.verify_error is None else f", verified to {site.verify_error:.1e}"
-                lines.append(f"         {what}; engine {site.engine}{error}")
-            if site.reason:
-                lines.append(f"         {site.reason}: {site.detail}")
-                lines.append(f"         what to do: {REASONS[site.reason][1]}")
-        return "\n".join(lines)
+        return table.text(self)
+
+    __repr__ = __str__
+
+    def show(self, file=None) -> None:
+        """Writes the table to `file`, by default standard output: in colour if that is a terminal."""
+        table.show(self, file)
+
+    def _repr_html_(self) -> str:
+        return table.html(self)
 
     def count(self) -> None:
         """Adds this report to ``torch._dynamo.utils.counters["mok"]``."""
@@ -132,3 +177,7 @@ class Report:
         for site in self.sites:
             if site.status == "missed":
                 mine[f"missed:{site.reason}"] += 1
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,174 @@
+"""The part of a graph that one site consists of, as a graph of its own with what is known of its values.
+
+For dumps only: nothing here runs unless somebody watches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mok_compile.passes.describe import Words, obstacle, roles
+from mok_compile.passes.rules import Facts
+from mok_compile.passes.site import Analysis, Block, Miss, module_of
+from mok_compile.passes.view import Cell, Value, View
+
+aten = torch.ops.aten
+# Through these a slice looks for the ids that the routing stems from.
+_SHAPE_OPS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int),
+    *(aten.permute.default, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """One site: a runnable `module`, and by the name of the node its role in the block and its fact in words.
+
+    For a miss, `broke` names the node where the proof broke, `obstacle` the op there, and `arguments` say of each of
+    its arguments: name, what is known, what was expected. `experts` is the number of experts, for random ids.
+    """
+
+    module: fx.GraphModule
+    roles: dict[str, str]
+    facts: dict[str, str]
+    experts: int
+    broke: str = ""
+    obstacle: str = ""
+    arguments: tuple[tuple[str, str, str], ...] = ()
+
+
+class Extraction:
+    """Takes the sites of one analysed graph out, before the graph is changed."""
+
+    def __init__(self, gm: fx.GraphModule, found: Analysis) -> None:
+        self.gm, self.view, self.facts = gm, found.view, found.facts
+        self.words = Words(found.view) if found.view is not None else None
+        self._all = {}
+        for node in gm.graph.nodes if found.view is not None else ():
+            fact = self.words.fact(found.facts.of(found.view.value(node)))
+            if fact:
+                self._all[node] = fact
+
+    def slice_of(self, site: Block | Miss) -> Slice:
+        region = site.region if isinstance(site, Block) else _around(site, self.view, self.facts)
+        part = roles(region, self.view, self.facts)
+        if isinstance(site, Block):
+            part |= {node: "router" for node in _router(site, self.view) - region}
+            part |= {user: "use" for user in site.final.users if user.op != "output"}
+        context = [*region, *part]
+        what, arguments = "", []
+        if isinstance(site, Miss):
+            what, arguments = self._obstacle(site)
+        return Slice(
+            module=_module(self.gm, region, self.view),
+            roles={node.name: role for node, role in part.items()},
+            facts={node.name: self._all[node] for node in context if node in self._all}
+            | {a.name: self._all[a] for n in region for a in n.all_input_nodes if a in self._all},
+            experts=_experts(site.anchors),
+            broke="" if isinstance(site, Block) else site.at.name,
+            obstacle=what,
+            arguments=tuple(arguments),
+        )
+
+    def _obstacle(self, miss: Miss) -> tuple[str, list[tuple[str, str, str]]]:
+        at = next((v for v in self.view.made[miss.at] if v in self.facts.broken), None)
+        if at is None:  # the facts held, but the block as a whole is not one that can be replaced
+            at = self.view.value(miss.at)
+            return "", [(miss.at.name, self.words.fact(self.facts.of(at)) or "nothing is known", "")]
+        return obstacle(self.facts.broken[at].at, self.facts, self.words)
+
+
+def _experts(anchors: tuple[fx.Node, ...]) -> int:
+    """The number of experts that a grouped matmul's weight has."""
+    for anchor in anchors:
+        for arg in anchor.all_input_nodes:
+            example = arg.meta.get("example_value")
+            if isinstance(example, torch.Tensor) and example.dim() == 3:
+                return int(example.shape[0])
+    return 1
+
+
+def _around(miss: Miss, view: View, facts: Facts) -> set[fx.Node]:
+    """The nodes of a miss: from where routing and rows come in, to where the proof broke and the module's end."""
+    module = module_of(miss.anchors[0])[0]
+    end = max(view.positions[node] for node in (*miss.anchors, miss.at))
+    behind: set[fx.Node] = set()
+    for node in view.positions:
+        if node in miss.anchors or any(a in behind for a in node.all_input_nodes):
+            inside = module != "" and (module_of(node)[0] + ".").startswith(module + ".")
+            if node.op != "output" and (inside or view.positions[node] <= end):
+                behind.add(node)
+    region: set[fx.Node] = set()
+    pending = [*behind, miss.at]
+    while pending:
+        node = pending.pop()
+        if node in region or node.op in ("placeholder", "get_attr"):
+            continue
+        if node not in behind and node is not miss.at and not _belongs(node, view, facts):
+            continue
+        region.add(node)
+        pending += node.all_input_nodes
+        for storage in view.storages(node):
+            pending += [w for w in storage.writers if view.positions[w] <= end]
+    return region
+
+
+def _belongs(node: fx.Node, view: View, facts: Facts) -> bool:
+    """Whether something about MoE is known of `node`, or it is on the way from ids, weights or matrices to that."""
+    if node not in view.cells:
+        return False
+    if not isinstance(view.cells[node], Cell):
+        return any(facts.of(value) is not None for value in view.made[node])
+    value = view.value(node)
+    known = facts.of(value) is not None or value in facts.broken
+    return known or (value.op in _SHAPE_OPS and isinstance(value.args[0], Value))
+
+
+def _router(block: Block, view: View) -> set[fx.Node]:
+    """The nodes that lead from the block's tokens to its ids and weights."""
+    positions, end = view.positions, view.positions[block.final]
+    behind: set[fx.Node] = set()
+    x = _origin(block.x)
+    roots = {node for node, cell in view.cells.items() if isinstance(cell, Cell) and _origin(cell.value) is x}
+    for node in positions:
+        if node in roots or any(a in behind for a in node.all_input_nodes):
+            behind.add(node)
+    wanted = {block.ids, block.weights}
+    pending = [a for node in block.region for a in node.all_input_nodes if view.value(a) in wanted]
+    ahead: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in ahead and positions[node] < end and node.op not in ("placeholder", "get_attr"):
+            ahead.add(node)
+            pending += node.all_input_nodes
+    return (ahead & behind) - roots
+
+
+def _origin(value: Value) -> Value:
+    """`value` without changes of shape and dtype."""
+    while value.op in _SHAPE_OPS:
+        value = value.args[0]
+    return value
+
+
+def _module(gm: fx.GraphModule, region: set[fx.Node] | frozenset[fx.Node], view: View) -> fx.GraphModule:
+    """The nodes of `region` as a module: what they read from outside comes in, what is read outside goes out."""
+    inside = sorted(region, key=view.positions.__getitem__)
+    graph, env = fx.Graph(), {}
+    outer = (a for node in inside for a in node.all_input_nodes if a not in region)
+    for node in sorted(dict.fromkeys(outer), key=view.positions.__getitem__):
+        body = getattr(gm, node.target, None) if node.op == "get_attr" else None
+        if isinstance(body, torch.nn.Module):
+            env[node] = graph.node_copy(node)
+            continue
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in inside:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    outputs = [env[node] for node in inside if not node.users or any(user not in region for user in node.users)]
+    outputs = [node for node in outputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    graph.output(tuple(outputs))
+    return fx.GraphModule(gm, graph)

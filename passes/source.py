@@ -1,0 +1,45 @@
+"""Where in the user's program a node comes from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>.*)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source line; `file` is relative to site-packages where it lies there."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost source line that `node` was traced from, outside of torch itself; None if it is not known."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _innermost(trace: str) -> Source | None:
+    lines = trace.splitlines()
+    frames = [(i, match) for i, line in enumerate(lines) if (match := _FRAME.search(line))]
+    if not frames:
+        return None
+    # `torch.nn.functional.linear` and the like tell nothing about the model.
+    i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(_TORCH)), frames[-1])
+    code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
+    file = match["file"].rpartition(f"site-packages{os.sep}")[2]
+    return Source(file, int(match["line"]), match["function"], code)
