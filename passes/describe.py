@@ -35,6 +35,7 @@ ROLES = {
     "down": "the experts' second grouped matmul",
     "combine": "weights the experts' rows and adds them up per token",
     "use": "reads the block's result",
+    "unproven": "comes after the place where the proof broke",
 }
 
 
@@ -172,6 +173,8 @@ def roles(region: frozenset[fx.Node] | set[fx.Node], view: View, facts) -> dict[
     for node in sorted(region, key=view.positions.__getitem__):
         value = view.value(node)
         role = role_of(facts.of(value)) if value is not None else None
+        if value in facts.broken:
+            role = "unproven"
         if role is not None:
             found[node] = role
     for node in sorted(region - set(found), key=view.positions.__getitem__, reverse=True):

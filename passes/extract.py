@@ -5,12 +5,14 @@ For dumps only: nothing here runs unless somebody watches.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from mok_compile.passes.describe import Words, obstacle, roles
+from mok_compile.passes.describe import Words, obstacle, role_of, roles
+from mok_compile.passes.facts import Full, Iota
 from mok_compile.passes.rules import Facts
 from mok_compile.passes.site import Analysis, Block, Miss, module_of
 from mok_compile.passes.view import Cell, Value, View
@@ -54,9 +56,10 @@ class Extraction:
 
     def slice_of(self, site: Block | Miss) -> Slice:
         region = site.region if isinstance(site, Block) else _around(site, self.view, self.facts)
+        region -= _entries(region, self.view)
         part = roles(region, self.view, self.facts)
         if isinstance(site, Block):
-            part |= {node: "router" for node in _router(site, self.view) - region}
+            part |= dict.fromkeys(_router(site, self.view) - region, "router")
             part |= {user: "use" for user in site.final.users if user.op != "output"}
         context = [*region, *part]
         what, arguments = "", []
@@ -101,6 +104,7 @@ def _around(miss: Miss, view: View, facts: Facts) -> set[fx.Node]:
             inside = module != "" and (module_of(node)[0] + ".").startswith(module + ".")
             if node.op != "output" and (inside or view.positions[node] <= end):
                 behind.add(node)
+    end = max(view.positions[node] for node in (*behind, miss.at))
     region: set[fx.Node] = set()
     pending = [*behind, miss.at]
     while pending:
@@ -117,14 +121,34 @@ def _around(miss: Miss, view: View, facts: Facts) -> set[fx.Node]:
 
 
 def _belongs(node: fx.Node, view: View, facts: Facts) -> bool:
-    """Whether something about MoE is known of `node`, or it is on the way from ids, weights or matrices to that."""
+    """Whether `node` dispatches tokens, or is on the way from ids, weights or matrices to that."""
     if node not in view.cells:
         return False
     if not isinstance(view.cells[node], Cell):
-        return any(facts.of(value) is not None for value in view.made[node])
+        return any(role_of(facts.of(value)) == "dispatch" for value in view.made[node])
     value = view.value(node)
-    known = facts.of(value) is not None or value in facts.broken
-    return known or (value.op in _SHAPE_OPS and isinstance(value.args[0], Value))
+    fact = facts.of(value)
+    if value.op in ("input", "opaque"):
+        return False
+    helper = value.op in _SHAPE_OPS or _written_by_rows(node, view, facts)
+    return role_of(fact) == "dispatch" or isinstance(fact, (Iota, Full)) or (fact is None and helper)
+
+
+def _written_by_rows(node: fx.Node, view: View, facts: Facts) -> bool:
+    """Whether `node` is memory that a permutation is written into later."""
+    cell = view.cells[node]
+    return any(facts.of(value) is not None for _, value in cell.history[1:])
+
+
+def _entries(region: set[fx.Node] | frozenset[fx.Node], view: View) -> set[fx.Node]:
+    """Elements of tuples that come from outside: inputs of the slice, so that it has no tuples among them."""
+    return {
+        node
+        for node in region
+        if node.target is operator.getitem
+        and node.args[0] not in region
+        and isinstance(view.cells.get(node.args[0]), (tuple, list))
+    }
 
 
 def _router(block: Block, view: View) -> set[fx.Node]:

@@ -112,19 +112,21 @@ def _refused(block: Block, reason: str, detail: str) -> Site:
 
 
 def _missed(miss: Miss) -> Site:
-    detail = f"{miss.detail} (at {miss.at.name})"
-    return Site("missed", miss.reason, detail, location(miss.anchors[0]), node=miss.at.name)
+    source = source_of(miss.at)
+    code = f": {source.code}" if source is not None and source.code else ""
+    detail = f"{miss.detail} (at {miss.at.name}{code})"
+    return Site("missed", miss.reason, detail, location(miss.anchors[0], miss.at), node=miss.at.name)
 
 
 def _where(block: Block) -> str:
     return location(block.anchors[0] if block.anchors else block.final)
 
 
-def location(node: fx.Node) -> str:
-    """Module path, class, and the source line that `node` comes from."""
+def location(node: fx.Node, at: fx.Node | None = None) -> str:
+    """Module path, class, and the source line that `node` comes from (or `at`, where that is more to the point)."""
     path, cls = module_of(node)
     where = f"{path} [{cls}]" if path else "(no module)"
-    source = source_of(node)
+    source = (source_of(at) if at is not None else None) or source_of(node)
     return where if source is None else f"{where} {source}"
 
 

@@ -6,6 +6,7 @@ same anchors, the grouped matmuls: each anchor ends up in a block or in a miss, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -222,7 +223,12 @@ def _check_dtypes(
 
 
 def stored(weight: Value) -> Value:
-    """The value that a weight operand [E, in, out] is a transposed view of, or the operand itself."""
+    """The value that a weight operand [E, in, out] is a transposed view of, or the operand itself.
+
+    A view taken where gradients are switched off is an operand of its own: the fused op must not reach behind it.
+    """
+    if weight.detached:
+        return weight
     if weight.op is aten.transpose.int and {d % 3 for d in weight.args[1:3]} == {1, 2}:
         return weight.args[0]
     if weight.op is aten.permute.default and tuple(weight.args[1]) == (0, 2, 1):
@@ -359,7 +365,7 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     if not stack:
         return "", ""
     path, cls = list(stack.values())[-1]
-    path = path.removeprefix("L['self'].").removeprefix("L['fn'].")
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)  # the variable that held the model
     return path, getattr(cls, "__name__", str(cls).rpartition(".")[2])
 
 

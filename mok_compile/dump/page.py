@@ -250,10 +250,10 @@ def _document(title: str, body: str) -> str:
 _STYLE = """
 :root { --bg:#fff; --fg:#1f2328; --dim:#656d76; --line:#d8dee4; --soft:#f6f8fa; --ok:#1a7f37; --bad:#cf222e;
   --router:#fff3c4; --dispatch:#d6eaff; --up:#ffe0c7; --activation:#ffd9ec; --down:#e6dcff; --combine:#cdf3d3;
-  --use:#e4e8ec; --op:#b7f0c1; --broke:#ffcfcb; }
+  --use:#e4e8ec; --unproven:#eff1f3; --op:#b7f0c1; --broke:#ffcfcb; }
 @media (prefers-color-scheme: dark) { :root { --bg:#0d1117; --fg:#e6edf3; --dim:#8b949e; --line:#30363d;
   --soft:#161b22; --ok:#3fb950; --bad:#f85149; --router:#4a3d0c; --dispatch:#0f3258; --up:#5a3210;
-  --activation:#57213f; --down:#38286b; --combine:#14461f; --use:#2b323a; --op:#1c6b2e; --broke:#7d1f1a; } }
+  --activation:#57213f; --down:#38286b; --combine:#14461f; --use:#2b323a; --unproven:#1d232a; --op:#1c6b2e; --broke:#7d1f1a; } }
 * { box-sizing:border-box; }
 body { margin:0 auto; max-width:1500px; padding:0 24px 80px; background:var(--bg); color:var(--fg);
   font:14px/1.5 system-ui, sans-serif; }
@@ -290,7 +290,7 @@ table.beside .none { background:repeating-linear-gradient(-45deg, var(--soft) 0 
   font:inherit; font-size:12px; padding:4px 30px; } .fold button:hover { color:var(--fg); }
 .router { background:var(--router); } .dispatch { background:var(--dispatch); } .up { background:var(--up); }
 .activation { background:var(--activation); } .down { background:var(--down); } .combine { background:var(--combine); }
-.use { background:var(--use); } .op { background:var(--op); font-weight:600; }
+.use { background:var(--use); } .unproven { background:var(--unproven); } .op { background:var(--op); font-weight:600; }
 tr.broke td, td.broke, .chip.broke { background:var(--broke) !important; font-weight:600; }
 .hidden { display:none !important; }
 """

@@ -54,11 +54,11 @@ def relative(found, wanted):
 
 if __name__ == "__main__":
     block, inputs = Block(), make_inputs()
-    report = mok_compile.explain(block, {{"mok.verify": {verify}, "mok.engine": {engine!r}}})(*inputs)
+    report = mok_compile.explain(block, {{"mok.verify": {verify}, "mok.engine": "{engine}"}})(*inputs)
     print(report)
     if report.fused:
         wanted = block(*inputs)
-        found = torch.compile(block, backend="mok", options={{"mok.engine": {engine!r}}})(*inputs)
+        found = torch.compile(block, backend="mok", options={{"mok.engine": "{engine}"}})(*inputs)
         for i, (a, b) in enumerate(zip(found, wanted)):
             print(f"output {{i}}: relative difference from eager {{relative(a, b):.1e}}")
 '''
@@ -76,13 +76,22 @@ def script(site: Site, engine: str, name: str) -> str:
         title=f"{site.status}: {site.location}" + (f" ({site.reason})" if site.reason else ""),
         name=name,
         detail=f"\n{site.detail}\nmok-compile {__version__}, torch {torch.__version__}\n",
-        imports=_format_import_block(imports, sys_importer).strip(),
+        imports="\n".join([_format_import_block(imports, sys_importer).strip(), *_libraries(module.graph)]).strip(),
         code="\n".join("    " + line for line in code) + "\n",
         inputs="\n".join(inputs),
         scale=0.1,
         verify=all(_device(n) != "meta" for n in nodes),
         engine=engine,
     )
+
+
+def _libraries(graph: fx.Graph) -> list[str]:
+    """Imports that register the ops of other libraries."""
+    ops = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    packets = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverloadPacket)}
+    names = {op._schema.name for op in ops} | {packet._qualified_op_name for packet in packets}
+    found = (torch._library.custom_ops.OPDEFS.get(name) for name in names)
+    return sorted(f"import {d._init_fn.__module__}  # registers {d._qualname}" for d in found if d is not None)
 
 
 def _input(node: fx.Node, experts: int) -> str:
