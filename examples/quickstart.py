@@ -3,8 +3,8 @@ compare with eager, train both.
 
     python examples/quickstart.py          (or: make demo)
 
-Nothing is downloaded. Takes one to two minutes, nearly all of it Inductor's C++ compiler, and the first run on a machine
-builds the kernels of this project (about half a minute more). Exit status 1 if anything is not as it should be.
+Nothing is downloaded. Takes one to two minutes on two cores, nearly all of it C++ compilation by Inductor; the first
+run on a machine builds the kernels of this project too (about half a minute). Exit status 1 if anything is wrong.
 """
 
 import argparse
@@ -30,7 +30,8 @@ def main() -> int:
     model = build()
     batch = make_batch()
     count = sum(p.numel() for p in model.parameters())
-    print(f"   {LAYERS} layers, 8 experts, top-2, {count / 1e6:.1f} M parameters, {batch['input_ids'].numel()} tokens\n")
+    tokens = batch["input_ids"].numel()
+    print(f"   {LAYERS} layers, 8 experts, top-2, {count / 1e6:.1f} M parameters, {tokens} tokens\n")
 
     print("2. What will be fused? mok_compile.explain runs the model once and compiles nothing")
     import mok_compile  # for this report only: compiling needs no import
