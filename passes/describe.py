@@ -61,10 +61,10 @@ class Words:
         for node, made in view.made.items():
             for value in made:
                 self._names.setdefault(value, node.name)
+        returned = {}
         for node in view.made:  # a node that returns a value names it better than one that made it on the way
-            value = view.value(node)
-            if value is not None and value in view.made[node]:
-                self._names[value] = node.name
+            returned.setdefault(view.value(node), node.name)
+        self._names |= returned
 
     def name(self, value: Value | None) -> str:
         return self._names.get(value, repr(value)) if value is not None else "the ids"

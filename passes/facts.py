@@ -45,11 +45,12 @@ class Full(Fact):
 
 @dataclass(frozen=True)
 class Expert(Fact):
-    """The expert number of each row; `clamped` into the valid range, so that it can index a bias."""
+    """The expert number of each row; `clamped` to at most `limit`, so that it can index a bias."""
 
     ids: Value
     order: str
     clamped: bool = False
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,15 @@ class NoRoute(Fact):
 
 @dataclass(frozen=True)
 class RowWeight(Fact):
-    """The routing weight of each row. `weights` is the value in slot order, [S], [T, K] or with ones after that."""
+    """The routing weight of each row. `weights` is the value in slot order, [S], [T, K] or with ones after that.
+
+    Here and below, `masked` holds the numbers of experts that masks of rows without expert took for granted.
+    """
 
     weights: Value
     ids: Value | None
     order: str
+    masked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class BiasRows(Fact):
     bias: Value
     ids: Value
     order: str
+    masked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,16 +134,44 @@ class Rows(Fact):
     order: str
     weight: Value | None = None
     dtypes: frozenset[torch.dtype] = frozenset()
+    masked: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of all experts as the model stores it: [E, out, in], or [E, in, out] where `transposed`."""
+
+    stored: Value
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple:
+        """(E, in, out)."""
+        experts, a, b = self.stored.meta.shape
+        return (experts, a, b) if self.transposed else (experts, b, a)
+
+
+@dataclass(frozen=True)
+class ExpertWeights(Fact):
+    """At each row: the matrix of its expert, laid out as `weight` says."""
+
+    weight: Weight
+    ids: Value
+    order: str
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A grouped matrix product: rows of `source` (in sorted order) times `weight` [E, in, out], plus a bias."""
+    """The rows of `source`, each times its expert's matrix, plus a bias. `ids`: the routing that picked it."""
 
     source: Rows | Pointwise
-    weight: Value
-    num_experts: int
+    weight: Weight
+    ids: Value
     bias: Value | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.shape[0]
 
     @property
     def level(self) -> int:
@@ -153,7 +187,7 @@ class Column:
     part: str
 
     def __repr__(self) -> str:
-        return f"{self.part}({self.projection.weight!r})"
+        return f"{self.part}({self.projection.weight.stored!r})"
 
 
 @dataclass(frozen=True)
@@ -187,6 +221,21 @@ class Pointwise(Fact):
 
 
 @dataclass(frozen=True)
+class Lifted(Fact):
+    """[T, 1, H]: x with a dimension for the experts of each token, still to be expanded."""
+
+    x: Value
+
+
+@dataclass(frozen=True)
+class Slim(Fact):
+    """Rows with a dimension of one more at `axis` (1 or 2), as a batched matmul wants its vectors."""
+
+    rows: Rows | Pointwise
+    axis: int
+
+
+@dataclass(frozen=True)
 class Grid(Fact):
     """Rows in slot order, seen as [T, K, ...]."""
 
@@ -201,8 +250,8 @@ class Combined(Fact):
     base: Value | None
 
 
-# Facts about rows of floating-point numbers, which carry gradients.
-Routed = Rows | Pointwise | Grid | Combined
+# Facts about floating-point numbers, which carry gradients.
+Differentiable = Rows | Pointwise | Grid | Combined | RowWeight | BiasRows
 
 
 def _columns(expr: Expr):

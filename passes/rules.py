@@ -23,21 +23,25 @@ from mok_compile.passes.facts import (
     Column,
     Combined,
     Counts,
+    Differentiable,
     Expert,
+    ExpertWeights,
     Fact,
     Full,
     Grid,
     Inverse,
     Iota,
+    Lifted,
     NoRoute,
     Offsets,
     Perm,
     Pointwise,
     Projection,
-    Routed,
     Rows,
     RowWeight,
+    Slim,
     Token,
+    Weight,
 )
 from mok_compile.passes.view import Value, View
 
@@ -71,11 +75,15 @@ class Facts:
             fact = apply(self, value, *value.args, **value.kwargs) if apply else None
             if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
                 raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
-            if isinstance(fact, Routed) and value.detached:
+            if isinstance(fact, Differentiable) and value.detached:
                 raise Break("no-match", f"{_name(value)} runs with gradients switched off inside the block")
+            if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2:
+                raise Break("no-match", f"{_name(value)} gives the rows more dimensions")
         except Break as stop:
             fact = None
-            self.broken[value] = Broken(stop.reason, stop.detail, value)
+            # Where an operand's own proof had stopped, that is the cause to name.
+            cause = next((self.broken[v] for v in value.inputs if v in self.broken), stop)
+            self.broken[value] = Broken(cause.reason, cause.detail, value)
         if fact is not None:
             self._of[value] = fact
             return
@@ -86,7 +94,7 @@ class Facts:
 
     def _inside(self, value: Value) -> bool:
         """Whether `value` is known as rows between the up projection and the combine."""
-        return isinstance(self._of.get(value), (Pointwise, Grid))
+        return isinstance(self._of.get(value), (Pointwise, Slim, Grid))
 
 
 RULES: dict[Any, Callable] = {}
@@ -287,10 +295,22 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
         if fact.order != SORTED or fact.ids is not by.ids:
             raise Break("no-match", "rows are put back in order by the permutation of another routing")
         return replace(fact, order=SLOT)
-    expert = by if isinstance(by, Expert) else None
-    if expert is not None and fact is None and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
-        return BiasRows(a, expert.ids, expert.order)
-    return None
+    if by is None and len(index.meta.shape) == 1 and _integer(index):
+        by = Expert(_root(index), SLOT)
+    if not isinstance(by, Expert) or fact is not None or not a.meta.dtype.is_floating_point:
+        return None
+    if len(a.meta.shape) == 2 and (by.limit is None or same(a.meta.shape[0], by.limit + 1)):
+        return BiasRows(a, by.ids, by.order)
+    return ExpertWeights(_weight(a), by.ids, by.order) if len(a.meta.shape) == 3 and not by.clamped else None
+
+
+def _weight(operand: Value) -> Weight:
+    """A weight given as [E, out, in], found as the model stores it."""
+    if operand.op is aten.transpose.int and {d % 3 for d in operand.args[1:3]} == {1, 2}:
+        return Weight(operand.args[0], True)
+    if operand.op is aten.permute.default and tuple(d % 3 for d in operand.args[1]) == (0, 2, 1):
+        return Weight(operand.args[0], True)
+    return Weight(operand, False)
 
 
 @rule(aten.index_put.default)
@@ -309,7 +329,8 @@ def _scatter(facts, value, base, dim, index, source):
 
 def _inverse(facts: Facts, index: Value, source: Value) -> Fact | None:
     by = facts.of(index)
-    return Inverse(by.ids) if isinstance(by, Perm) and isinstance(facts.of(source), Iota) else None
+    counted = isinstance(facts.of(source), Iota) and same(source.meta.shape[0], index.meta.shape[0])
+    return Inverse(by.ids) if isinstance(by, Perm) and counted else None
 
 
 @rule(aten.index_add.default)
@@ -319,7 +340,8 @@ def _index_add(facts, value, base, dim, index, source, *, alpha=1):
 
 @rule(aten.scatter_add.default)
 def _scatter_add(facts, value, base, dim, index, source):
-    whole_rows = index.op is aten.expand.default or same(base.meta.shape[-1], 1)
+    expanded = index.op is aten.expand.default or same(base.meta.shape[-1], 1)
+    whole_rows = expanded and len(index.meta.shape) == 2 and same(index.meta.shape[1], source.meta.shape[1])
     return _scatter_rows(facts, value, base, index, source) if _dim(base, dim) == 0 and whole_rows else None
 
 
@@ -363,16 +385,55 @@ def _view(facts, value, a, shape):
         return None
     if isinstance(fact, Grid):
         return fact.rows if len(new) == 2 and same(new[1], old[2]) else None
+    if isinstance(fact, Slim):
+        return fact.rows if len(new) == 2 and same(new[0], old[0]) else None
     flat = len(old) == 1 and all(same(n, 1) for n in new[1:])
     column = len(new) == 1 and all(same(n, 1) for n in old[1:])
     return fact if _per_row(fact) and (flat or column) else None
 
 
-@rule(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
-def _repeat(facts, value, a, *args, **kwargs):
+@rule(aten.unsqueeze.default)
+def _unsqueeze(facts, value, a, dim):
+    fact, axis = facts.of(a), dim % len(value.meta.shape)
+    if isinstance(fact, (Rows, Pointwise)) and axis in (1, 2):
+        return Slim(fact, axis)
+    if fact is None and axis == 1 and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
+        return Lifted(a)
+    return _repeat(facts, value, a)
+
+
+@rule(aten.squeeze.dim)
+def _squeeze(facts, value, a, dim):
+    fact = facts.of(a)
+    if isinstance(fact, Slim):
+        return fact.rows if _dim(a, dim) == fact.axis else None
+    return _repeat(facts, value, a)
+
+
+@rule(aten.expand.default)
+def _expand(facts, value, a, shape, **kwargs):
+    fact = facts.of(a)
+    if isinstance(fact, Lifted):
+        k = value.meta.shape[1]
+        return Grid(Rows(fact.x, k, None, SLOT, dtypes=frozenset([a.meta.dtype]))) if isinstance(k, int) else None
+    return _repeat(facts, value, a)
+
+
+def _repeat(facts: Facts, value: Value, a: Value) -> Fact | None:
     fact = facts.of(a)
     kept = len(value.meta.shape) > 0 and same(value.meta.shape[0], a.meta.shape[0])
     return fact if _per_row(fact) and kept else None
+
+
+@rule(aten.transpose.int, aten.permute.default)
+def _transpose(facts, value, a, *dims):
+    fact = facts.of(a)
+    swapped = tuple(d % 3 for d in dims[0]) == (0, 2, 1) if len(dims) == 1 else {d % 3 for d in dims} == {1, 2}
+    if len(a.meta.shape) != 3 or not swapped:
+        return None
+    if isinstance(fact, ExpertWeights):
+        return replace(fact, weight=replace(fact.weight, transposed=not fact.weight.transposed))
+    return Slim(fact.rows, 3 - fact.axis) if isinstance(fact, Slim) else None
 
 
 def _per_row(fact: Fact | None) -> bool:
@@ -387,7 +448,7 @@ def _identity(facts, value, a, *args, **kwargs):
 @rule(aten.detach.default)
 def _detach(facts, value, a):
     fact = facts.of(a)
-    if isinstance(fact, (Rows, Pointwise, Grid)):
+    if isinstance(fact, Differentiable):
         raise Break("no-match", "the graph is cut by detach() inside the block")
     return fact
 
@@ -402,8 +463,10 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
         return fact if exact else None
     if isinstance(fact, (Rows, Pointwise)):
         return replace(fact, dtypes=fact.dtypes | {value.meta.dtype})
-    if isinstance(fact, Grid):
-        return Grid(replace(fact.rows, dtypes=fact.rows.dtypes | {value.meta.dtype}))
+    if isinstance(fact, (Grid, Slim)):
+        return replace(fact, rows=replace(fact.rows, dtypes=fact.rows.dtypes | {value.meta.dtype}))
+    if isinstance(fact, ExpertWeights):
+        return None
     if isinstance(fact, (RowWeight, BiasRows)) and value.meta.dtype.itemsize < a.meta.dtype.itemsize:
         raise Break("dtype", f"routing weights or biases are narrowed to {value.meta.dtype} inside the block")
     return fact
@@ -411,13 +474,13 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
 
 @rule(aten.masked_fill.Scalar)
 def _masked_fill(facts, value, a, mask, number):
-    return _masked(facts, facts.of(a), facts.of(mask), number)
+    return _masked(facts, a, mask, facts.of(mask), number)
 
 
 @rule(aten.masked_fill.Tensor)
 def _masked_fill_tensor(facts, value, a, mask, number):
     full = facts.of(number)
-    return _masked(facts, facts.of(a), facts.of(mask), full.number if isinstance(full, Full) else None)
+    return _masked(facts, a, mask, facts.of(mask), full.number if isinstance(full, Full) else None)
 
 
 @rule(aten.where.self, aten.where.ScalarOther)
@@ -426,17 +489,27 @@ def _where(facts, value, mask, a, b):
     number = other.number if isinstance(other, Full) else _number(b)
     by = facts.of(mask)
     by = replace(by, negated=not by.negated) if isinstance(by, NoRoute) else None
-    return _masked(facts, facts.of(a), by, number)
+    return _masked(facts, a, mask, by, number)
 
 
-def _masked(facts: Facts, fact: Fact | None, mask: Fact | None, number: float | None) -> Fact | None:
+def _masked(facts: Facts, a: Value, mask: Value, by: Fact | None, number: float | None) -> Fact | None:
     """Rows without expert set to zero: they contribute nothing anyway."""
+    fact = facts.of(a)
     if not isinstance(fact, (Rows, Pointwise, RowWeight, BiasRows)):
         return None
-    routed = isinstance(mask, NoRoute) and not mask.negated and mask.ids is fact.ids and fact.order == SORTED
-    if not routed or number != 0:
+    routed = isinstance(by, NoRoute) and not by.negated and by.ids is fact.ids and fact.order == SORTED
+    if not routed or number != 0 or len(mask.meta.shape) != len(a.meta.shape):
         raise Break("no-match", "rows are masked by something else than 'no expert has this row'")
-    return fact
+    masked = frozenset([by.num_experts])
+    if isinstance(fact, Pointwise):
+        _check_masks(masked, fact.columns[0].projection.num_experts)
+        return fact
+    return replace(fact, masked=fact.masked | masked)
+
+
+def _check_masks(masked: frozenset[int], num_experts: int) -> None:
+    if any(number != num_experts for number in masked):
+        raise Break("no-match", f"rows are masked as if there were {sorted(masked)} experts, not {num_experts}")
 
 
 # The two projections
@@ -449,7 +522,7 @@ def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
     if bias is not None or out_dtype not in (None, value.meta.dtype):
         raise Break("no-match", "the grouped matmul has a bias or an output dtype of its own")
     source, ends = facts.of(a), facts.of(offs)
-    if weight.meta.subclass or a.meta.subclass:
+    if a.meta.subclass:
         raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
     if not isinstance(source, (Rows, Pointwise)):
         raise Break("no-match", "the rows of the grouped matmul are not proven to be tokens gathered by expert")
@@ -461,14 +534,39 @@ def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
         raise Break("no-match", f"{ends.num_experts} experts are counted, but the weight has {weight.meta.shape[0]}")
     if facts.of(weight) is not None:
         raise Break("no-match", "the weight of the grouped matmul depends on the routing")
-    if weight.meta.dtype != a.meta.dtype:
-        raise Break("dtype", f"rows are {a.meta.dtype}, the weight {weight.meta.dtype}")
-    projection = Projection(source, weight, ends.num_experts)
+    stored = _weight(weight)
+    return _projected(value, source, replace(stored, transposed=not stored.transposed), source.ids)
+
+
+def _projected(value: Value, source: Rows | Pointwise, weight: Weight, ids: Value) -> Pointwise:
+    """The rows of `source`, each times the matrix of its expert."""
+    if weight.stored.meta.subclass:
+        raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
+    projection = Projection(source, weight, ids)
     if projection.level > 2:
         raise Break("no-match", "a third projection follows the down projection")
     carried = source.weight if isinstance(source, Pointwise) else None
     leaf = act.Expr("column", (Column(projection, "all"),))
-    return Pointwise(leaf, source.ids, source.k, SORTED, carried, frozenset([value.meta.dtype]))
+    return Pointwise(leaf, ids, source.k, source.order, carried, frozenset([value.meta.dtype]))
+
+
+@rule(aten.bmm.default)
+def _bmm(facts, value, a, b):
+    left, right = facts.of(a), facts.of(b)
+    matrix, vector = (left, right) if isinstance(left, ExpertWeights) else (right, left)
+    if not isinstance(matrix, ExpertWeights):
+        return None
+    if not isinstance(vector, Slim):
+        raise Break("no-match", "the rows that meet their experts' weights are not proven to be tokens")
+    rows = vector.rows
+    if rows.order != matrix.order or rows.ids not in (None, matrix.ids):
+        raise Break("no-match", "rows and gathered weights stem from different routings")
+    column = matrix is left
+    if vector.axis != (2 if column else 1):
+        raise Break("no-match", "the batched matmul contracts the wrong dimension")
+    # W [S, out, in] @ x [S, in, 1] takes the weight as it is; x [S, 1, in] @ W [S, in, out] has it transposed.
+    weight = matrix.weight if column else replace(matrix.weight, transposed=not matrix.weight.transposed)
+    return Slim(_projected(value, rows, weight, matrix.ids), vector.axis)
 
 
 @rule(aten.split.Tensor)
@@ -492,6 +590,8 @@ def _slice(facts, value, a, dim=0, start=None, end=None, step=1):
     fact = facts.of(a)
     length = a.meta.shape[_dim(a, dim)]
     start = 0 if start is None else start
+    if isinstance(start, int) and isinstance(length, int) and start < 0:
+        start = max(0, start + length)
     whole = step == 1 and same(value.meta.shape[_dim(a, dim)], length)
     if whole:
         return fact
@@ -521,10 +621,10 @@ def _mul(facts, value, a, b):
     left, right = facts.of(a), facts.of(b)
     for fact, other, operand in ((left, right, b), (right, left, a)):
         if isinstance(fact, (Pointwise, Rows)) and isinstance(other, RowWeight):
-            return _weighted(fact, other)
+            return _weighted(fact, other) if len(operand.meta.shape) == 2 else None
         if isinstance(fact, Grid) and other is None and isinstance(operand, Value):
             return _weighted_grid(fact, operand, value)
-        if isinstance(fact, Pointwise) and fact.order == SLOT and other is None and _column(operand, value):
+        if isinstance(fact, (Pointwise, Rows)) and fact.order == SLOT and other is None and _column(operand, value):
             return _weighted(fact, RowWeight(operand, None, SLOT))
         if isinstance(fact, Grid) and isinstance(other, RowWeight):
             return _weighted_grid(fact, other.weights, value) if other.order == SLOT else None
@@ -548,6 +648,9 @@ def _weighted(fact: Pointwise | Rows, by: RowWeight) -> Fact:
         raise Break("no-match", "rows are multiplied by routing weights in another order than their own")
     if fact.weight is not None:
         raise Break("no-match", "rows are multiplied by routing weights twice")
+    if isinstance(fact, Rows):
+        return replace(fact, weight=by.weights, masked=fact.masked | by.masked)
+    _check_masks(by.masked, fact.columns[0].projection.num_experts)
     return replace(fact, weight=by.weights)
 
 
@@ -577,6 +680,7 @@ def _biased(fact: Pointwise, bias: BiasRows) -> Fact:
         raise Break("no-match", "a bias is added to something other than the plain output of a projection")
     if bias.order != fact.order or bias.ids is not fact.ids:
         raise Break("no-match", "the bias is picked by the ids of another routing")
+    _check_masks(bias.masked, projection.num_experts)
     leaf = act.Expr("column", (Column(replace(projection, bias=bias.bias), "all"),))
     return replace(fact, expr=leaf)
 
@@ -686,7 +790,9 @@ def _clamp(facts, value, a, *args, min=None, max=None):
         low, high = (*args, min if not args else None, max if len(args) < 2 else None)[:2]
     fact = facts.of(a)
     if isinstance(fact, Expert):
-        return replace(fact, clamped=True) if low in (None, 0) and high is not None else None
+        if low not in (None, 0) or not isinstance(high, int) or fact.clamped:
+            return None
+        return replace(fact, clamped=True, limit=high)
     low, high = _number(low), _number(high)
     if (low, high) == (None, None) or (low is not None and math.isnan(low)) or (high is not None and math.isnan(high)):
         return None

@@ -14,7 +14,18 @@ import torch
 from torch import fx
 
 from mok_compile import activation as act
-from mok_compile.passes.facts import Broken, Column, Combined, Grid, Pointwise, Projection, Rows
+from mok_compile.passes.facts import (
+    Broken,
+    Column,
+    Combined,
+    ExpertWeights,
+    Grid,
+    Pointwise,
+    Projection,
+    Rows,
+    Slim,
+    Weight,
+)
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -35,8 +46,8 @@ class Block:
     x: Value
     ids: Value
     weights: Value | None
-    up: tuple[Value, ...]
-    down: Value
+    up: tuple[Weight, ...]
+    down: Weight
     up_bias: tuple[Value, ...]
     down_bias: Value | None
     base: Value | None
@@ -44,7 +55,8 @@ class Block:
     @property
     def operands(self) -> list[Value]:
         """All values that the block reads from outside."""
-        found = (self.x, self.ids, self.weights, *self.up, self.down, *self.up_bias, self.down_bias, self.base)
+        matrices = (w.stored for w in (*self.up, self.down))
+        found = (self.x, self.ids, self.weights, *matrices, *self.up_bias, self.down_bias, self.base)
         return [v for v in found if v is not None]
 
 
@@ -68,19 +80,29 @@ class Analysis:
     facts: Facts | None = None
 
 
-def is_anchor(node: fx.Node) -> bool:
-    """Whether `node` is a grouped matmul, under any of its names."""
-    return node.op == "call_function" and "grouped_mm" in getattr(node.target, "__name__", str(node.target))
+def _may_anchor(node: fx.Node) -> bool:
+    """Whether `node` can be a matmul by expert, judged by its name alone."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return node.op in ("call_function", "call_method") and any(part in name for part in ("grouped_mm", "bmm", "matmul"))
+
+
+def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
+    """Whether `node` multiplies rows with their experts' weights: a grouped matmul under any of its names, or a
+    batched one with gathered weights."""
+    if "grouped_mm" in getattr(node.target, "__name__", str(node.target)):
+        return node.op == "call_function"
+    bmms = (v for v in view.made[node] if v.op is aten.bmm.default)
+    return any(isinstance(facts.of(arg), ExpertWeights) for v in bmms for arg in v.inputs)
 
 
 def analyse(graph: fx.Graph) -> Analysis:
     """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
-    anchors = [node for node in graph.nodes if is_anchor(node)]
-    if not anchors:
+    if not any(map(_may_anchor, graph.nodes)):
         return Analysis(None, [], [])
     register_foreign()
     view = View(graph)
     facts = Facts(view)
+    anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:
@@ -138,19 +160,19 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
         out_dtype=dtype_name(result.meta.dtype),
         weight_on="input" if rows.weight is not None else "output",
     )
-    roots = [rows.x, rows.ids, weights if weights is not None else rows.weight, combined.base]
+    roots = [rows.x, combined.rows.ids, weights if weights is not None else rows.weight, combined.base]
     for projection in (*ups, down):
-        roots += [stored(projection.weight), projection.bias]
+        roots += [projection.weight.stored, projection.bias]
     region = _region(final, view, {r for r in roots if r is not None})
     _check_interior(final, region, view, facts)
     return Block(
         final=final,
-        anchors=tuple(n for n in region if is_anchor(n)),
+        anchors=tuple(sorted((n for n in region if is_anchor(n, view, facts)), key=view.positions.__getitem__)),
         region=frozenset(region),
         spec=spec,
         k=rows.k,
         x=rows.x,
-        ids=rows.ids,
+        ids=combined.rows.ids,
         weights=weights if weights is not None else rows.weight,
         up=tuple(p.weight for p in ups),
         down=down.weight,
@@ -190,12 +212,12 @@ def _gate_named(expr: act.Expr) -> bool:
 
 
 def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Projection, layout: str) -> None:
-    experts, inner, hidden = down.weight.meta.shape
-    if not all(isinstance(size, int) for p in (*ups, down) for size in p.weight.meta.shape):
+    experts, inner, hidden = down.weight.shape
+    if not all(isinstance(size, int) for p in (*ups, down) for size in p.weight.shape):
         raise Break("shape", "the sizes of the experts' weights are symbolic")
     columns = 2 * inner if layout in ("concat", "interleaved") else inner
-    if any(tuple(p.weight.meta.shape) != (experts, hidden, columns) for p in ups):
-        shapes = [tuple(p.weight.meta.shape) for p in (*ups, down)]
+    if any(p.weight.shape != (experts, hidden, columns) for p in ups):
+        shapes = [tuple(p.weight.stored.meta.shape) for p in (*ups, down)]
         raise Break("shape", f"the shapes of up and down projection do not fit one expert MLP: {shapes}")
     tokens = rows.x.meta.shape[0]
     if not same(rows.x.meta.shape[1], hidden) or len(result.meta.shape) != 2 or not same(result.meta.shape[0], tokens):
@@ -208,10 +230,12 @@ def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Project
 def _check_dtypes(
     rows: Rows, source: Pointwise, ups: list[Projection], down: Projection, out: Pointwise, result: Value
 ) -> None:
-    dtype = down.weight.meta.dtype
-    tensors = [p.weight for p in ups] + [p.bias for p in (*ups, down) if p.bias is not None]
+    dtype = down.weight.stored.meta.dtype
+    tensors = [p.weight.stored for p in ups] + [p.bias for p in (*ups, down) if p.bias is not None]
     if dtype not in DTYPES or any(t.meta.dtype != dtype for t in tensors):
-        raise Break("dtype", f"weights and biases are {sorted({str(t.meta.dtype) for t in (down.weight, *tensors)})}")
+        raise Break(
+            "dtype", f"weights and biases are {sorted({str(t.meta.dtype) for t in (down.weight.stored, *tensors)})}"
+        )
 
     def narrower(d: torch.dtype) -> bool:
         return d.itemsize < dtype.itemsize or (d.itemsize == dtype.itemsize and d != dtype)
@@ -220,20 +244,6 @@ def _check_dtypes(
     lost += [d for d in rows.dtypes if narrower(d) and d != rows.x.meta.dtype]
     if lost and lost != [result.meta.dtype]:
         raise Break("dtype", f"values inside the block are rounded to {lost[0]}, the weights are {dtype}")
-
-
-def stored(weight: Value) -> Value:
-    """The value that a weight operand [E, in, out] is a transposed view of, or the operand itself.
-
-    A view taken where gradients are switched off is an operand of its own: the fused op must not reach behind it.
-    """
-    if weight.detached:
-        return weight
-    if weight.op is aten.transpose.int and {d % 3 for d in weight.args[1:3]} == {1, 2}:
-        return weight.args[0]
-    if weight.op is aten.permute.default and tuple(weight.args[1]) == (0, 2, 1):
-        return weight.args[0]
-    return weight
 
 
 def _region(final: fx.Node, view: View, roots: set[Value]) -> set[fx.Node]:
@@ -265,7 +275,7 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
     for node in region:
         if finals & set(view.storages(node)):
             continue
-        routed = any(isinstance(facts.of(v), (Rows, Pointwise, Grid)) for v in view.made[node])
+        routed = any(isinstance(facts.of(v), (Rows, Pointwise, Slim, Grid)) for v in view.made[node])
         for user in node.users if routed else ():
             if user in region:
                 continue
@@ -277,19 +287,8 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
 
 def _anchors_of(final: fx.Node, view: View, facts: Facts) -> list[fx.Node]:
     """The grouped matmuls that `final` is computed from."""
-    weights = set()
-
-    def collect(projection: Projection) -> None:
-        weights.add(projection.weight)
-        if isinstance(projection.source, Pointwise):
-            for column in projection.source.columns:
-                collect(column.projection)
-
-    for column in _made(final, view, facts).rows.columns:
-        collect(column.projection)
-    return [
-        node for node in view.made if is_anchor(node) and any(w in weights for v in view.made[node] for w in v.inputs)
-    ]
+    region = _region(final, view, set())
+    return [node for node in region if is_anchor(node, view, facts)]
 
 
 def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> Iterator[Miss]:
@@ -307,8 +306,11 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
             stop, at = known
             yield Miss(tuple(group), stop.reason, stop.detail, at)
             continue
+        hook = next((n for n in view.positions if "hook" in str(n.target) and _inside(n, group)), None)
         stop = _first_break(group, view, facts)
-        if stop is None:
+        if hook is not None:
+            yield Miss(tuple(group), "hooks", f"a hook sits on a value inside the block, {hook.name}", hook)
+        elif stop is None:
             detail = "the output of the experts is never proven to be combined into one row per token"
             yield Miss(tuple(group), "no-match", detail, group[-1])
         else:
@@ -320,6 +322,11 @@ def _one_block(a: fx.Node, b: fx.Node, view: View) -> bool:
     if set(a.all_input_nodes) & {n for n in b.all_input_nodes if n.op != "get_attr"}:
         return True
     return module_of(a)[0] != "" and module_of(a)[0] == module_of(b)[0] and b in _descendants(a)
+
+
+def _inside(node: fx.Node, group: list[fx.Node]) -> bool:
+    """Whether `node` lies between the first and the last anchor of a block."""
+    return len(group) > 1 and node in _descendants(group[0]) and group[-1] in _descendants(node)
 
 
 def _descendants(node: fx.Node) -> set[fx.Node]:

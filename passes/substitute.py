@@ -16,8 +16,10 @@ from torch import fx
 
 from mok_compile import engines
 from mok_compile.engines import Choice, Problem
+from mok_compile.ops import IDS
+from mok_compile.passes.facts import Weight
 from mok_compile.passes.rules import Break, same
-from mok_compile.passes.site import Block, stored
+from mok_compile.passes.site import Block
 from mok_compile.passes.view import Cell, Value, View
 
 aten = torch.ops.aten
@@ -57,8 +59,11 @@ class Substitution:
         try:
             with self.graph.inserting_before(block.final):
                 choice, problem = self._call(block)
-        finally:
-            nodes = tuple(node for node in self.graph.nodes if node not in before)
+        except Break:
+            for node in reversed([node for node in self.graph.nodes if node not in before]):
+                self.graph.erase_node(node)
+            raise
+        nodes = tuple(node for node in self.graph.nodes if node not in before)
         for node in nodes:
             self._end[node] = self.view.positions[block.final]
         return Insertion(block, nodes, choice, problem)
@@ -98,6 +103,8 @@ class Substitution:
         if _fake(x).dtype != _fake(down).dtype:
             x = self._emit(block, torch.Tensor.to, x, _fake(down).dtype)
         ids = self._per_slot(block, block.ids)
+        if _fake(ids).dtype not in IDS:
+            ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
         if block.weights is None:
             weights = self._emit(block, torch.ones_like, ids, dtype=_fake(x).dtype)
         else:
@@ -132,16 +139,15 @@ class Substitution:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
 
-    def _weight(self, block: Block, value: Value) -> fx.Node:
-        """A weight, given as the operand [E, in, out] of a matmul, as the op wants it: [E, out, in]."""
-        if stored(value) is not value:
-            return self._operand(block, stored(value))
-        return self._emit(block, torch.transpose, self._operand(block, value), 1, 2)
+    def _weight(self, block: Block, weight: Weight) -> fx.Node:
+        """A weight as the op wants it: [E, out, in]."""
+        node = self._operand(block, weight.stored)
+        return self._emit(block, torch.transpose, node, 1, 2) if weight.transposed else node
 
     def _per_slot(self, block: Block, value: Value) -> fx.Node:
         """Ids or routing weights as [T, K], from the most original value that is still held."""
         while value.op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default):
-            if self.view.holder(value.args[0], block.final) is None:
+            if value.detached or self.view.holder(value.args[0], block.final) is None:
                 break
             value = value.args[0]
         node, shape = self._operand(block, value), value.meta.shape
