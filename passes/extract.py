@@ -106,17 +106,15 @@ def _around(miss: Miss, view: View, facts: Facts) -> set[fx.Node]:
                 behind.add(node)
     end = max(view.positions[node] for node in (*behind, miss.at))
     region: set[fx.Node] = set()
-    pending = [*behind, miss.at]
+    pending = [(node, True) for node in (*behind, miss.at)]
     while pending:
-        node = pending.pop()
-        if node in region or node.op in ("placeholder", "get_attr"):
-            continue
-        if node not in behind and node is not miss.at and not _belongs(node, view, facts):
+        node, certain = pending.pop()
+        if node in region or node.op in ("placeholder", "get_attr") or not (certain or _belongs(node, view, facts)):
             continue
         region.add(node)
-        pending += node.all_input_nodes
+        pending += [(arg, False) for arg in node.all_input_nodes]
         for storage in view.storages(node):
-            pending += [w for w in storage.writers if view.positions[w] <= end]
+            pending += [(w, True) for w in storage.writers if view.positions[w] <= end]
     return region
 
 

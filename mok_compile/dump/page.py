@@ -88,7 +88,8 @@ def _sites(sites: list[Site]) -> str:
         what = _text(str(site.spec)) if site.spec else ""
         rows.append(
             f'<tr class="find"><td><span class="badge {site.status}">{site.status}</span></td>'
-            f'<td><a href="#site-{i}"><code>{_text(path)}</code></a><br><small>{_text(cls)} {_text(source)}</small></td>'
+            f'<td><a href="#site-{i}"><code>{_text(path)}</code></a><br>'
+            f"<small>{_text(cls)} {_text(source)}</small></td>"
             f"<td>{_text((site.engine if fused else site.reason) or '')}</td>"
             f"<td>{what}{'<br>' if what and why else ''}{why}</td><td>{error}</td></tr>"
         )
@@ -253,7 +254,8 @@ _STYLE = """
   --use:#e4e8ec; --unproven:#eff1f3; --op:#b7f0c1; --broke:#ffcfcb; }
 @media (prefers-color-scheme: dark) { :root { --bg:#0d1117; --fg:#e6edf3; --dim:#8b949e; --line:#30363d;
   --soft:#161b22; --ok:#3fb950; --bad:#f85149; --router:#4a3d0c; --dispatch:#0f3258; --up:#5a3210;
-  --activation:#57213f; --down:#38286b; --combine:#14461f; --use:#2b323a; --unproven:#1d232a; --op:#1c6b2e; --broke:#7d1f1a; } }
+  --activation:#57213f; --down:#38286b; --combine:#14461f; --use:#2b323a; --unproven:#1d232a;
+  --op:#1c6b2e; --broke:#7d1f1a; } }
 * { box-sizing:border-box; }
 body { margin:0 auto; max-width:1500px; padding:0 24px 80px; background:var(--bg); color:var(--fg);
   font:14px/1.5 system-ui, sans-serif; }
@@ -297,15 +299,16 @@ tr.broke td, td.broke, .chip.broke { background:var(--broke) !important; font-we
 
 _SCRIPT = """
 const search = document.getElementById("search");
-const lines = [...document.querySelectorAll(".find")].map(e => [e, (e.textContent + " " + [...e.querySelectorAll("[title]"), e]
-  .map(t => t.title || "").join(" ")).toLowerCase()]);
+const lines = [...document.querySelectorAll(".find")].map(e => [e, [e.textContent, e.title,
+  ...[...e.querySelectorAll("[title]")].map(t => t.title)].join(" ").toLowerCase()]);
 const bodies = [...document.querySelectorAll(".beside tbody:not(.fold)")].map(b => [b, b.hidden]);
 function find() {
   const words = search.value.toLowerCase().split(/\\s+/).filter(Boolean), on = words.length > 0;
   for (const [e, text] of lines) e.classList.toggle("hidden", on && !words.every(w => text.includes(w)));
   for (const [b, folded] of bodies) b.hidden = on ? false : folded;
   for (const e of document.querySelectorAll(".fold, .module")) e.classList.toggle("hidden", on);
-  if (on) for (const d of document.querySelectorAll("details")) if (d.querySelector(".find:not(.hidden)")) d.open = true;
+  if (on) for (const d of document.querySelectorAll("details"))
+    if (d.querySelector(".find:not(.hidden)")) d.open = true;
 }
 search.addEventListener("input", find);
 document.addEventListener("keydown", e => {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.package import sys_importer
 
 from mok_compile._version import __version__
 from mok_compile.report import Site
+
+_DELETES = re.compile(r";  (\w+ = )+None\b")  # fx frees what is not read again
 
 _SCRIPT = '''"""{title}
 
@@ -68,7 +71,7 @@ def script(site: Site, engine: str, name: str) -> str:
     """The text of the script for a site that was watched."""
     module = site.slice.module
     python = module.graph.python_code("self")
-    code = [line for line in python.src.splitlines() if line.strip()]
+    code = [_DELETES.sub("", line).rstrip() for line in python.src.splitlines() if line.strip()]
     imports = {k: v for k, v in python.globals.items() if k not in ("torch", "device", "inf", "nan")}
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [f"        {_input(node, site.slice.experts)},  # {node.name}" for node in nodes]

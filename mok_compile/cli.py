@@ -1,0 +1,103 @@
+"""The command line: ``python -m mok_compile doctor | info | bench | build``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+
+def out(text: str) -> None:
+    """All output goes through here; logs and progress go to standard error."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0 for success, 1 for a finding, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="python -m mok_compile", description=__doc__.partition(":")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what would be fused in a model, and what is in the way, without its weights",
+        description="Builds a model on the meta device and says what would be fused, with which engine, and why not.",
+    )
+    doctor.add_argument(
+        "target", help="config.json, a model folder, a class or model type of transformers, or package.module:function"
+    )
+    doctor.add_argument("config", nargs="?", help="config.json for a class")
+    doctor.add_argument("--tokens", type=int, default=4096, help="tokens that the memory figures are for (%(default)s)")
+    doctor.add_argument("--device", help="device that the model is meant for (cuda if there is one, else cpu)")
+    doctor.add_argument("--dtype", help="dtype of the weights (the config's, else bfloat16)")
+    doctor.add_argument("--train", action="store_true", help="look at the model in training mode")
+    doctor.add_argument("--dump", default="", metavar="FOLDER", help="write the graphs and a page about them")
+    doctor.add_argument("--require-all", action="store_true", help="exit status 1 unless every block would be fused")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+    info = commands.add_parser("info", help="versions, devices, engines, compilers, caches")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(run=_info)
+    bench = commands.add_parser("bench", help="compare eager mode, Inductor and mok on this machine")
+    bench.add_argument("--device", help="cuda if there is one, else cpu")
+    bench.add_argument("--repetitions", type=int, default=10, help="runs of each, the median counts (%(default)s)")
+    bench.set_defaults(run=_bench)
+    build = commands.add_parser("build", help="compile the kernels now instead of at first use")
+    build.set_defaults(run=_build)
+    given = parser.parse_args(arguments)
+    if not logging.getLogger("mok_compile").handlers:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    return given.run(given)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from mok_compile import doctor, table
+    from mok_compile.options import Options
+
+    try:
+        subject = doctor.load(given.target, given.config, dtype=given.dtype)
+    except doctor.NotAModel as error:
+        sys.stderr.write(f"doctor: {error}\n")
+        return 2
+    result = doctor.examine(
+        subject, tokens=given.tokens, device=given.device, train=given.train, options=Options(dump=given.dump)
+    )
+    if given.json:
+        out(json.dumps(result.to_dict(), indent=2))
+    else:
+        out(doctor.text(result, table.text(result.report, table.is_terminal(sys.stdout))))
+    return int(given.require_all and not result.healthy)
+
+
+def _info(given: argparse.Namespace) -> int:
+    from mok_compile import info
+
+    out(json.dumps(info.collect(), indent=2) if given.json else info.text())
+    return 0
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from mok_compile import bench
+
+    out(bench.text(*bench.run(given.device, given.repetitions, _bar)))
+    return 0
+
+
+def _bar(done: int, total: int, what: str) -> None:
+    """A progress bar, on a terminal only."""
+    if not sys.stderr.isatty():
+        return
+    filled = 30 * done // total
+    line = f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {what:32}"
+    sys.stderr.write(line if done < total else "\r" + " " * len(line) + "\r")
+    sys.stderr.flush()
+
+
+def _build(given: argparse.Namespace) -> int:
+    from mok_compile import build
+
+    results = build.build_all()
+    for name, result in results:
+        out(f"{name}: {result}")
+    return int(not any(not isinstance(result, str) for _, result in results))
