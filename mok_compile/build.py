@@ -109,6 +109,7 @@ def _cpu() -> Target:
                 "-ffp-contract=fast",
                 "-Wno-address-of-packed-member",
             ),
+            *shlex.split(os.environ.get("MOK_CXXFLAGS", "")),
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),
         link_flags=("-shared", f"-L{_torch_path('lib')}", "-ltorch_cpu"),
@@ -131,6 +132,7 @@ def _sm90() -> Target:
         flags=(
             *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", "-lineinfo", STABLE_ABI, "-DUSE_CUDA"),
             *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *shlex.split(os.environ.get("MOK_CXXFLAGS", "")),
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),
         # Its own CUDA runtime, and nothing of libtorch's CUDA part: a torch without CUDA builds it too.

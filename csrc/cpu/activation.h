@@ -96,8 +96,26 @@ MOK_INLINE float softplus_(float x) { return select(x > 20.0f, x, select(x == x,
 
 constexpr float kSqrtHalf = 0.70710678f, kGeluC = 0.79788456f;
 
-MOK_INLINE float gelu_cdf(float x) { return 0.5f * (1.0f + erf_(x * kSqrtHalf)); }
-MOK_INLINE float gelu_tanh_inner(float x) { return tanh_(kGeluC * (x + 0.044715f * x * x * x)); }
+// The normal distribution function with a small relative error in its lower tail too, where 1 + erf would cancel.
+// Numerical Recipes, erfcc: 1.2e-7 everywhere.
+MOK_INLINE float gelu_cdf(float x) {
+  const float z = std::fabs(x) * kSqrtHalf;
+  const float t = 1.0f / (1.0f + 0.5f * z);
+  float p = 0.17087277f;
+  p = p * t - 0.82215223f;
+  p = p * t + 1.48851587f;
+  p = p * t - 1.13520398f;
+  p = p * t + 0.27886807f;
+  p = p * t - 0.18628806f;
+  p = p * t + 0.09678418f;
+  p = p * t + 0.37409196f;
+  p = p * t + 1.00002368f;
+  p = p * t - 1.26551223f;
+  const float tail = 0.5f * t * exp_(p - z * z);
+  return select(x > 0.0f, 1.0f - tail, tail);
+}
+// (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel either.
+MOK_INLINE float gelu_tanh_cdf(float x) { return sigmoid_(2.0f * kGeluC * (x + 0.044715f * x * x * x)); }
 
 // Value and derivative of each function of one argument, as in mok_compile/activation.py.
 template <Op op>
@@ -105,7 +123,7 @@ MOK_INLINE float value_of(float x) {
   if constexpr (op == Op::kSigmoid) return sigmoid_(x);
   if constexpr (op == Op::kSilu) return x / (1.0f + exp_(-x));
   if constexpr (op == Op::kGelu) return x * gelu_cdf(x);
-  if constexpr (op == Op::kGeluTanh) return 0.5f * x * (1.0f + gelu_tanh_inner(x));
+  if constexpr (op == Op::kGeluTanh) return x * gelu_tanh_cdf(x);
   if constexpr (op == Op::kRelu) return select(x < 0.0f, 0.0f, x);
   if constexpr (op == Op::kSquare) return x * x;
   if constexpr (op == Op::kTanh) return tanh_(x);
@@ -129,8 +147,8 @@ MOK_INLINE float derivative_of(float x) {
   }
   if constexpr (op == Op::kGelu) return gelu_cdf(x) + x * exp_(-0.5f * x * x) * 0.39894228f;
   if constexpr (op == Op::kGeluTanh) {
-    const float t = gelu_tanh_inner(x);
-    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * kGeluC * (1.0f + 0.134145f * x * x);
+    const float s = gelu_tanh_cdf(x);
+    return s + 2.0f * x * s * (1.0f - s) * kGeluC * (1.0f + 0.134145f * x * x);
   }
   if constexpr (op == Op::kRelu) return select(x > 0.0f, 1.0f, 0.0f);
   if constexpr (op == Op::kSquare) return 2.0f * x;
