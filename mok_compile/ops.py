@@ -21,6 +21,8 @@ from mok_compile import engines
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
+IDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 lib = torch.library.Library("mok", "DEF")
 _OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
 _HOW = "str spec, str engine"
@@ -42,7 +44,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape != weights.shape:
         shapes = f"x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}"
         raise ValueError(f"mok::experts: expected x [T, H], ids [T, K] and weights [T, K], got {shapes}")
-    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8) or not weights.dtype.is_floating_point:
+    if ids.dtype not in IDS or not weights.dtype.is_floating_point:
         raise TypeError(f"mok::experts: ids must be integer and weights floating, got {ids.dtype} and {weights.dtype}")
     if not x.dtype.is_floating_point or any(t.dtype != x.dtype for t in (*up, *down, *up_bias, *down_bias)):
         raise TypeError(f"mok::experts: x, the experts' weights and biases must share one dtype; x is {x.dtype}")
