@@ -181,6 +181,7 @@ def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             failure = f"{type(error).__name__}: {' '.join(said[:2])[:300]}"
     torch._dynamo.reset()
+    collector.add_unseen(model)
     return collector.report, failure
 
 
@@ -377,9 +378,9 @@ def _config(target: str, given: str | None, transformers) -> Any:
 
 def _model_class(target: str, settings: Any, transformers) -> type:
     named = _attribute(target, transformers)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-        if isinstance(settings, named.config_class or object):
-            return named
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if is_model and isinstance(settings, named.config_class or object):
+        return named
     for name in settings.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)

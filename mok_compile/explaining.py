@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,8 @@ from torch import fx
 from mok_compile import dump
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
-from mok_compile.report import Report
+from mok_compile.passes.source import module_stack
+from mok_compile.report import Report, Site
 
 
 def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[..., Report]:
@@ -32,7 +34,10 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
                 with _compiled(module, collector):
                     model(*args, **kwargs)
             else:
+                module = _module(model)
                 torch.compile(_plain(model), backend=collector)(*args, **kwargs)
+        if module is not None:
+            collector.add_unseen(module)
         return collector.report
 
     return run
@@ -43,8 +48,12 @@ class Collector:
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
+        # Modules that the graphs come from: by path, and by class where a module's own frame is a graph.
+        self._entered: set[str] = set()
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
+        for node in gm.graph.nodes:
+            self._entered.update(path or cls for path, cls in module_stack(node))
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         sites = fuse(twin, inputs, self.options, watched=True)
@@ -53,6 +62,26 @@ class Collector:
             dump.publish(found, self.options)
         self.report.add(found)
         return gm.forward
+
+    def add_unseen(self, model: torch.nn.Module) -> None:
+        """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them."""
+        located = [site.location.split(" ")[0] for site in self.report.sites]
+        for path, module in model.named_modules():
+            name = type(module).__name__
+            if not (name.endswith("Experts") or (path.endswith("experts") and isinstance(module, torch.nn.ModuleList))):
+                continue
+            owner = path.rpartition(".")[0] if isinstance(module, torch.nn.ModuleList) else path
+            known = any(place == owner or place.startswith(owner + ".") for place in located)
+            if known or owner not in self._entered:
+                continue
+            where = inspect.unwrap(type(model.get_submodule(owner)).forward)
+            file = where.__code__.co_filename.rpartition("site-packages/")[2]
+            detail = (
+                "no graph holds a grouped matmul of these experts: they run one by one in a loop, or behind a break"
+            )
+            cls = type(model.get_submodule(owner)).__name__
+            location = f"{owner} [{cls}] {file}:{where.__code__.co_firstlineno}"
+            self.report.sites.append(Site("missed", "data-dependent", detail, location))
 
 
 @contextlib.contextmanager
@@ -95,9 +124,18 @@ def _copy(gm: fx.GraphModule) -> fx.Graph:
     return graph
 
 
-def _plain(model: Callable) -> Callable:
-    """`model` without the compiled calls that it carries."""
-    model = torch._dynamo.eval_frame.innermost_fn(model) if not isinstance(model, torch.nn.Module) else model
+def _module(model: Callable) -> torch.nn.Module | None:
+    """`model` as a module; None if it is none."""
+    if isinstance(model, types.MethodType):
+        model = model.__self__
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
-    return model._call_impl if isinstance(model, torch.nn.Module) else model
+    return model if isinstance(model, torch.nn.Module) else None
+
+
+def _plain(model: Callable) -> Callable:
+    """`model` without the compiled calls that it carries."""
+    module = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+    if isinstance(module, torch.nn.Module):
+        return module._call_impl
+    return torch._dynamo.eval_frame.innermost_fn(module)

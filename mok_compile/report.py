@@ -17,27 +17,64 @@ if TYPE_CHECKING:
 REASONS = {
     "no-match": (
         "the graph around the experts is not one whose meaning could be proven",
-        "see the detail; file an issue",
+        "the detail names the op: spell it differently, add a rule for it (docs/new_rule.md), or file an issue with "
+        "the site's repro.py (mok.dump)",
     ),
     "dtype": (
         "dtypes inside the block differ in a way that fusing would change",
-        "use one dtype for x and the experts",
+        "keep x, weights and activations in one dtype: model.to(dtype), or autocast around the whole model",
     ),
-    "layout": ("gate and up, or their biases, are stored in a way no engine knows", "store both alike"),
-    "activation": ("the activation uses values from outside the experts", "keep it a function of gate and up"),
+    "layout": (
+        "gate and up, or their biases, are stored in a way no engine knows",
+        "store gate and up alike: both with or both without bias, as halves, interleaved or apart",
+    ),
+    "activation": (
+        "the activation uses values from outside the experts",
+        "make it a function of gate and up alone; apply scales and masks before or after the experts",
+    ),
     "router": ("the experts are fused, the router is not", "nothing: the router runs under Inductor"),
-    "interior-use": ("a value inside the block is read outside of it", "do not return or keep it"),
-    "mutation": ("an input of the block is overwritten before the block ends", "do not write it in place"),
-    "hooks": ("a hook sits on a value inside the block", "remove the hook"),
-    "subclass": ("weights or activations are a tensor subclass (DTensor, quantised)", "use plain tensors here"),
-    "post-norm": ("something works on the experts' outputs before they are combined", "move it behind the combine"),
-    "data-dependent": ("a Python loop over the experts broke the graph", "use experts_implementation='grouped_mm'"),
-    "split": ("the block is cut by a graph break", "remove the break: TORCH_LOGS=graph_breaks"),
+    "interior-use": (
+        "a value inside the block is read outside of it",
+        "do not return, keep or record it; what a hook needs, compute from the block's inputs or result",
+    ),
+    "mutation": (
+        "an input of the block is overwritten before the block ends",
+        "do not write it in place, or write into a copy",
+    ),
+    "hooks": (
+        "a hook sits on a value inside the block",
+        "remove the hook, or put it on the module that holds the whole block",
+    ),
+    "subclass": (
+        "weights or activations are a tensor subclass (DTensor, quantised)",
+        "use plain tensors here: unwrap or dequantise them before the experts",
+    ),
+    "post-norm": (
+        "something works on the experts' outputs before they are combined",
+        "move it behind the combine, or in front of the down projection",
+    ),
+    "data-dependent": (
+        "a Python loop over the experts broke the graph",
+        "model.set_experts_implementation('grouped_mm'), or experts_implementation='grouped_mm' when loading",
+    ),
+    "split": (
+        "the block is cut by a graph break",
+        "remove the break: TORCH_LOGS=graph_breaks says where and why",
+    ),
     "arch": ("no native engine for this device", "nothing: the portable engine runs"),
-    "shape": ("sizes do not fit one expert MLP", "see the detail"),
-    "engine": ("the wanted engine cannot run this block", "see the detail; choose another mok.engine"),
-    "verify": ("the fused block differs from the graph it would replace", "file an issue with the dump"),
-    "disabled": ("switched off by mok.enabled", "set mok.enabled"),
+    "shape": (
+        "sizes do not fit one expert MLP",
+        "per expert the up projection must be [2I, H] (or [I, H]) and the down projection [H, I], with fixed sizes",
+    ),
+    "engine": (
+        "the wanted engine cannot run this block",
+        "the detail says why; set mok.engine to auto or to another engine",
+    ),
+    "verify": (
+        "the fused block differs from the graph it would replace",
+        "file an issue with the site's repro.py (mok.dump); the block runs unfused meanwhile",
+    ),
+    "disabled": ("switched off by mok.enabled", "set mok.enabled to True, or MOK_ENABLED=1"),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>.*)')
+_HOLDER = re.compile(r"^L\['\w+'\]\.?")  # the variable that held the model
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -43,3 +44,9 @@ def _innermost(trace: str) -> Source | None:
     code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
     file = match["file"].rpartition(f"site-packages{os.sep}")[2]
     return Source(file, int(match["line"]), match["function"], code)
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Path and class name of the modules that `node` was traced in, outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [(_HOLDER.sub("", path), getattr(cls, "__name__", str(cls).rpartition(".")[2])) for path, cls in stack]
