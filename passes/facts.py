@@ -251,7 +251,7 @@ class Combined(Fact):
 
 
 # Facts about floating-point numbers, which carry gradients.
-Differentiable = Rows | Pointwise | Grid | Combined | RowWeight | BiasRows
+Differentiable = Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights
 
 
 def _columns(expr: Expr):

@@ -59,11 +59,12 @@ class Break(Exception):
 class Facts:
     """The facts of all values of a view, and in `broken` where a proof stopped and what that spoiled."""
 
-    def __init__(self, view: View) -> None:
-        self._of: dict[Value, Fact] = {}
+    def __init__(self, view: View, known: dict[Value, Fact] | None = None) -> None:
+        self._of: dict[Value, Fact] = dict(known or {})
         self.broken: dict[Value, Broken] = {}
         for value in view.values:
-            self._derive(value)
+            if value not in self._of:
+                self._derive(value)
 
     def of(self, value: Any) -> Fact | None:
         """The fact of `value`; None for constants and for values of which nothing is known."""
@@ -80,10 +81,10 @@ class Facts:
             if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2:
                 raise Break("no-match", f"{_name(value)} gives the rows more dimensions")
         except Break as stop:
-            fact = None
-            # Where an operand's own proof had stopped, that is the cause to name.
+            # Where the proof of an operand had stopped before, that is the cause to name.
             cause = next((self.broken[v] for v in value.inputs if v in self.broken), stop)
             self.broken[value] = Broken(cause.reason, cause.detail, value)
+            return
         if fact is not None:
             self._of[value] = fact
             return
@@ -305,7 +306,12 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
 
 
 def _weight(operand: Value) -> Weight:
-    """A weight given as [E, out, in], found as the model stores it."""
+    """A weight given as [E, out, in], found as the model stores it.
+
+    A view taken where gradients are switched off is an operand of its own: the fused op must not reach behind it.
+    """
+    if operand.detached:
+        return Weight(operand, False)
     if operand.op is aten.transpose.int and {d % 3 for d in operand.args[1:3]} == {1, 2}:
         return Weight(operand.args[0], True)
     if operand.op is aten.permute.default and tuple(d % 3 for d in operand.args[1]) == (0, 2, 1):
@@ -420,8 +426,8 @@ def _expand(facts, value, a, shape, **kwargs):
 
 
 def _repeat(facts: Facts, value: Value, a: Value) -> Fact | None:
-    fact = facts.of(a)
-    kept = len(value.meta.shape) > 0 and same(value.meta.shape[0], a.meta.shape[0])
+    fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    kept = len(new) > 0 and same(new[0], old[0]) and (value.op is not aten.expand.default or len(new) == len(old))
     return fact if _per_row(fact) and kept else None
 
 
@@ -540,6 +546,10 @@ def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
 
 def _projected(value: Value, source: Rows | Pointwise, weight: Weight, ids: Value) -> Pointwise:
     """The rows of `source`, each times the matrix of its expert."""
+    if isinstance(source, Rows):
+        _check_masks(source.masked, weight.shape[0])
+        # One source for gate and up, whether or not both were masked.
+        source = replace(source, masked=frozenset())
     if weight.stored.meta.subclass:
         raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
     projection = Projection(source, weight, ids)
