@@ -157,10 +157,9 @@ def examine(
     )
     with shrunk(model) as result.stacks:
         result.report, result.failure = _trace(model, subject.inputs, options)
-        if result.failure and any(len(s.kinds) < s.length for s in result.stacks):
-            result.remarks.append(f"traced whole, since it does not run with fewer layers ({result.failure})")
-            result.stacks = []
-    if result.failure and not result.stacks:
+    if result.failure and not result.report.sites and any(len(s.kinds) < s.length for s in result.stacks):
+        result.remarks.append("traced whole, since it does not run with fewer layers")
+        result.stacks = []
         result.report, result.failure = _trace(model, subject.inputs, options)
     with _without_building():
         for site in result.report.sites:
@@ -179,7 +178,7 @@ def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[
             torch.compile(model._call_impl, backend=collector)(**inputs)
         except Exception as error:  # whatever the model raises
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
-            failure = f"{type(error).__name__}: {' '.join(said[:2])[:300]}"
+            failure = f"{type(error).__name__}: {' '.join(said[:2])[:200]}"
     torch._dynamo.reset()
     collector.add_unseen(model)
     return collector.report, failure

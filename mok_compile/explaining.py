@@ -14,7 +14,7 @@ from torch import fx
 from mok_compile import dump
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
-from mok_compile.passes.source import module_stack
+from mok_compile.passes.source import lines_of
 from mok_compile.report import Report, Site
 
 
@@ -48,12 +48,11 @@ class Collector:
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
-        # Modules that the graphs come from: by path, and by class where a module's own frame is a graph.
-        self._entered: set[str] = set()
+        self._lines: set[tuple[str, int]] = set()  # source lines that the graphs come from
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
         for node in gm.graph.nodes:
-            self._entered.update(path or cls for path, cls in module_stack(node))
+            self._lines.update(lines_of(node))
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         sites = fuse(twin, inputs, self.options, watched=True)
@@ -66,22 +65,29 @@ class Collector:
     def add_unseen(self, model: torch.nn.Module) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them."""
         located = [site.location.split(" ")[0] for site in self.report.sites]
-        for path, module in model.named_modules():
-            name = type(module).__name__
-            if not (name.endswith("Experts") or (path.endswith("experts") and isinstance(module, torch.nn.ModuleList))):
+        for path, owner in _experts(model):
+            if any(place == path or place.startswith(path + ".") for place in located):
                 continue
-            owner = path.rpartition(".")[0] if isinstance(module, torch.nn.ModuleList) else path
-            known = any(place == owner or place.startswith(owner + ".") for place in located)
-            if known or owner not in self._entered:
-                continue
-            where = inspect.unwrap(type(model.get_submodule(owner)).forward)
-            file = where.__code__.co_filename.rpartition("site-packages/")[2]
-            detail = (
-                "no graph holds a grouped matmul of these experts: they run one by one in a loop, or behind a break"
-            )
-            cls = type(model.get_submodule(owner)).__name__
-            location = f"{owner} [{cls}] {file}:{where.__code__.co_firstlineno}"
-            self.report.sites.append(Site("missed", "data-dependent", detail, location))
+            forward = inspect.unwrap(type(owner).forward)
+            code, first = inspect.getsourcelines(forward)
+            file = forward.__code__.co_filename
+            if any((file, line) in self._lines for line in range(first, first + len(code))):
+                detail = (
+                    "these experts run one by one in a Python loop, which breaks the graph; no grouped matmul is seen"
+                )
+                where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
+                self.report.sites.append(Site("missed", "data-dependent", detail, where))
+
+
+def _experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules that look like the experts of a block, with their paths; of a list of experts, the module around it."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList):
+            owner = path.rpartition(".")[0]
+            if path.endswith("experts") and owner:
+                yield owner, model.get_submodule(owner)
+        elif type(module).__name__.endswith("Experts") and path:
+            yield path, module
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>.*)')
-_HOLDER = re.compile(r"^L\['\w+'\]\.?")  # the variable that held the model
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -46,7 +45,11 @@ def _innermost(trace: str) -> Source | None:
     return Source(file, int(match["line"]), match["function"], code)
 
 
-def module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Path and class name of the modules that `node` was traced in, outermost first."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    return [(_HOLDER.sub("", path), getattr(cls, "__name__", str(cls).rpartition(".")[2])) for path, cls in stack]
+def lines_of(node: fx.Node) -> frozenset[tuple[str, int]]:
+    """All source lines, as (file, line), on the way to `node`: those of its callers too."""
+    return _lines(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines(trace: str) -> frozenset[tuple[str, int]]:
+    return frozenset((match["file"], int(match["line"])) for match in _FRAME.finditer(trace))
