@@ -150,6 +150,8 @@ def substitute(expr: Value, leaves: dict[Expr, Expr]) -> Value:
         return expr
     if expr in leaves:
         return leaves[expr]
+    if expr.op in LEAVES:
+        return expr
     args = [substitute(a, leaves) for a in expr.args]
     if expr.op in BINARY:
         return {"add": add, "mul": mul}[expr.op](*args)

@@ -77,7 +77,8 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, like:
 def grouped_sum(rows: torch.Tensor, offsets: torch.Tensor, like: Bank) -> list[torch.Tensor]:
     """[S, N] -> the sum of each expert's rows [E, N]: the gradient of a bias, in the shapes of `like`."""
     if isinstance(like, list):
-        return [g[:, 0] for g in grouped_outer(rows, _ones(rows), offsets, [b[:, None].expand(-1, 8) for b in like])]
+        sums = grouped_outer(rows, _ones(rows), offsets, [b[:, None].expand(-1, 8) for b in like])
+        return [s[:, 0].contiguous() for s in sums]
     return [grouped_outer(rows, _ones(rows), offsets, like[:, :, None].expand(-1, -1, 8))[0][:, :, 0].contiguous()]
 
 
