@@ -301,7 +301,7 @@ def _run_ninja(what: Target, work: Path) -> None:
     )
     if done.returncode != 0:
         log.warning("mok-compile: the compiler's output:\n%s", done.stdout[-4000:])
-        first = next((line for line in done.stdout.splitlines() if "error" in line), "see the compiler's output")
+        first = next((line for line in done.stdout.splitlines() if "error:" in line), "see the compiler's output")
         raise BuildError(f"building the {what.name} kernels failed: {first.strip()}")
 
 
