@@ -20,6 +20,7 @@ from torch import fx  # noqa: E402
 
 from mok_compile import dump  # noqa: E402
 from mok_compile.cache import AfterPartition, salt  # noqa: E402
+from mok_compile.integrations import transformers  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -78,4 +79,13 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     return report
 
 
-mok = Backend()
+_backend = Backend()
+
+
+def __getattr__(name: str) -> Any:
+    """`mok`, the object of the entry point. Importing this module changes nothing; fetching the backend, which only
+    `torch.compile(backend="mok")` does, lets the bridges to other libraries look out for them."""
+    if name != "mok":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    transformers.watch()
+    return _backend

@@ -145,7 +145,7 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
     source = down.source
     if not isinstance(source, Pointwise):
         raise Break("no-match", "the combined rows come from a single projection")
-    layout, ups, expr = _layout(source)
+    layout, ups, expr = layout_of(source)
     rows: Rows = ups[0].source
     weights = combined.rows.weight
     if rows.weight is not None and weights is not None:
@@ -182,7 +182,7 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
     )
 
 
-def _layout(source: Pointwise) -> tuple[str, list[Projection], act.Expr]:
+def layout_of(source: Pointwise) -> tuple[str, list[Projection], act.Expr]:
     """Layout of the up projection, its projections (gate first) and the activation in terms of gate and up."""
     columns = source.columns
     projections = list(dict.fromkeys(c.projection for c in columns))
