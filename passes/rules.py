@@ -277,7 +277,8 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
     """Rows of `a` picked by `index` along dimension 0."""
     fact, by = facts.of(a), facts.of(index)
     if isinstance(by, Token):
-        if fact is None and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
+        plain = fact is None or isinstance(fact, Combined)
+        if plain and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
             return Rows(a, by.k, by.ids, by.order, dtypes=frozenset([a.meta.dtype]))
         return None
     if isinstance(by, Perm):

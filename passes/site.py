@@ -26,6 +26,7 @@ from mok_compile.passes.facts import (
     Slim,
     Weight,
 )
+from mok_compile.passes.loops import cut_loops
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -97,8 +98,17 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
 
 def analyse(graph: fx.Graph) -> Analysis:
     """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
+    cut = [
+        Miss(
+            (node,),
+            "data-dependent",
+            "the expert ids leave the graph here: a Python loop over the experts follows",
+            node,
+        )
+        for node in cut_loops(graph)
+    ]
     if not any(map(_may_anchor, graph.nodes)):
-        return Analysis(None, [], [])
+        return Analysis(None, [], cut)
     register_foreign()
     view = View(graph)
     facts = Facts(view)
@@ -112,24 +122,27 @@ def analyse(graph: fx.Graph) -> Analysis:
                 broken[anchor] = (stop, final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
-    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
+    return Analysis(view, blocks, [*cut, *_misses(rest, broken, view, facts)], facts)
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
     """The nodes that hold a block's result: the combined rows, after the casts that nothing else sees past."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in seen or not isinstance(_made(node, view, facts), Combined):
+        combined = _made(node, view, facts)
+        if node in seen or not isinstance(combined, Combined):
             continue
-        seen.add(node)
-        while len(node.users) == 1:
+        # Rows added onto something are the result as they are: what they were added onto is overwritten by then.
+        while combined.base is None and len(node.users) == 1:
             user = next(iter(node.users))
-            if user.op == "output" or not isinstance(_made(user, view, facts), Combined):
+            if user.op == "output" or _made(user, view, facts) != combined:
                 break
-            if _made(user, view, facts).base is not _made(node, view, facts).base:
-                break
-            node = user
             seen.add(node)
+            node = user
+        pending = [node]
+        while pending:
+            seen.add(pending[-1])
+            pending += [u for u in pending.pop().users if u not in seen and _made(u, view, facts) == combined]
         yield node
 
 
