@@ -142,15 +142,17 @@ void up_grad_op(Tensor dh, Tensor ids, Tensors up, Tensor down, int64_t layout, 
   require(combine(sum, stream_of(stream)));
 }
 
-// out [E, M, N] = sum over each expert's rows of left[row, first_column + m] * right[row, n].
-void weight_grad_op(Tensor left, int64_t first_column, bool left_gathered, Tensor right, bool right_gathered,
-                    Tensor ids, Tensor order, Tensor offsets, Tensor plan, Tensor out, int64_t ticket, int64_t stream) {
+// out [E, M, N] = sum over each expert's rows of left[row, m] outer right[row, n]. One side is gathered by token; of
+// the other only the columns from first_column on count.
+void weight_grad_op(Tensor left, Tensor right, bool left_gathered, int64_t first_column, Tensor ids, Tensor order,
+                    Tensor offsets, Tensor plan, Tensor out, int64_t ticket, int64_t stream) {
   const Sizes sizes{ids.size(0), 0, 0, out.size(0), ids.size(1)};
-  const char* const from = static_cast<const char*>(left.data_ptr()) + 2 * first_column;
-  require(weight_grad(
-      {sizes, dtype_of(left), plan_of(plan, order, offsets, sizes), from, left.size(1), out.size(1), right.data_ptr(),
-       right.size(1), out.size(2), left_gathered, right_gathered, out.data_ptr(), int(ticket)},
-      stream_of(stream)));
+  const Tensor& dense = left_gathered ? right : left;
+  const void* const from = static_cast<const char*>(dense.data_ptr()) + 2 * first_column;
+  require(weight_grad({sizes, dtype_of(left), plan_of(plan, order, offsets, sizes),
+                       left_gathered ? left.data_ptr() : from, left_gathered ? from : right.data_ptr(), out.size(1),
+                       out.size(2), dense.size(1), left_gathered, out.data_ptr(), int(ticket)},
+                      stream_of(stream)));
 }
 
 }  // namespace
@@ -171,8 +173,8 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "up_grad(Tensor dh, Tensor ids, Tensor[] up, Tensor down, int layout, Tensor order, Tensor offsets, "
       "Tensor(a!) plan, Tensor dscore, Tensor(b!)? rows, Tensor(c!)? dx, Tensor(d!)? dweights, int stream) -> ()");
   m.def(
-      "weight_grad(Tensor left, int first_column, bool left_gathered, Tensor right, bool right_gathered, Tensor ids, "
-      "Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) out, int ticket, int stream) -> ()");
+      "weight_grad(Tensor left, Tensor right, bool left_gathered, int first_column, Tensor ids, Tensor order, "
+      "Tensor offsets, Tensor(a!) plan, Tensor(b!) out, int ticket, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {

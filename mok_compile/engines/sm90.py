@@ -27,7 +27,9 @@ class Sm90:
         if not torch.cuda.is_available():
             return "it needs an NVIDIA GPU"
         if not any(_is_hopper(i) for i in range(torch.cuda.device_count())):
-            found = ", ".join(sorted({f"{torch.cuda.get_device_capability(i)}" for i in range(torch.cuda.device_count())}))
+            found = ", ".join(
+                sorted({f"{torch.cuda.get_device_capability(i)}" for i in range(torch.cuda.device_count())})
+            )
             return f"it needs a GPU of compute capability (9, 0), and there are only {found}"
         return build.unavailable("sm90")
 
@@ -81,9 +83,9 @@ class Sm90:
             grad = (dy, ids, weights, down[0], layout, activation, h, order, offsets)
             ops.down_grad(*grad, plan, dh, a, score, stream)
 
-            def outer(ticket, left, right, like, first=0, left_gathered=False, right_gathered=False):
-                out, schedule = empty_as(like), (ids, order, offsets, plan)
-                ops.weight_grad(left, first, left_gathered, right, right_gathered, *schedule, out, ticket, stream)
+            def outer(ticket, left, right, like, *, left_gathered, first=0):
+                out = empty_as(like)
+                ops.weight_grad(left, right, left_gathered, first, ids, order, offsets, plan, out, ticket, stream)
                 return out
 
             # The order matters for memory: `a` is gone before the rows of dx come.
@@ -97,7 +99,7 @@ class Sm90:
                 del rows
             up_grads = []
             if need_up:
-                up_grads = [outer(4 + i, dh, x, w, i * inner, right_gathered=True) for i, w in enumerate(up)]
+                up_grads = [outer(4 + i, dh, x, w, left_gathered=False, first=i * inner) for i, w in enumerate(up)]
             bias_grads = []
             if need_up_bias:
                 for b, part in zip(up_bias, dh.chunk(len(up_bias), 1), strict=True):

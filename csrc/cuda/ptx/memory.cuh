@@ -51,6 +51,15 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, uint32_t b
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `kPending` groups of this thread's copies are unfinished.
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Copies the map's box at element (x, y, z) to shared memory; parts outside the tensor become zero.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
@@ -68,6 +77,10 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Orders global memory written through ordinary instructions before the copy engine's reads: on the writing and on the
+// reading side.
+__device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void grow_registers() {

@@ -50,17 +50,19 @@ struct Plan {
   int* blocks;         // [max_blocks][4]: expert, first row, rows, unused
   int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
+  int* token;          // [S] token of each sorted position
 
   static int64_t max_blocks(const Sizes& n) {
     const int64_t slots = n.slots();
     return slots / kBlockRows + (slots < n.experts ? slots : n.experts);
   }
   // Size of the scratch in ints.
-  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + n.slots(); }
+  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + 2 * n.slots(); }
   static Plan at(int* scratch, const int* order, const int* offsets, const Sizes& n) {
     int* const blocks = scratch + kHeader;
     int* const done = blocks + 4 * max_blocks(n);
-    return {order, offsets, scratch, scratch + 1, scratch + 1 + kTickets, blocks, done, done + max_blocks(n)};
+    int* const position = done + max_blocks(n);
+    return {order, offsets, scratch, scratch + 1, scratch + 1 + kTickets, blocks, done, position, position + n.slots()};
   }
 };
 
@@ -133,17 +135,16 @@ struct UpGradArguments {
 };
 const char* up_grad(const UpGradArguments& arguments, void* stream);
 
-// out [E, M, N] = per expert the sum over its sorted rows of left[row] outer right[row]. A gathered side is indexed by
-// token, the other by sorted row; strides in elements.
+// out [E, M, N] = per expert the sum over its sorted rows of left[row] outer right[row]. The gathered side is indexed
+// by token and contiguous, the other by sorted row, with a stride in elements.
 struct WeightGradArguments {
   Sizes sizes;
   Dtype dtype;
   Plan plan;
   const void* left;
-  int64_t left_stride, left_columns;
   const void* right;
-  int64_t right_stride, right_columns;
-  bool left_gathered, right_gathered;
+  int64_t left_columns, right_columns, dense_stride;
+  bool left_gathered;  // else the right one is
   void* out;
   int ticket;  // which counter of the plan
 };

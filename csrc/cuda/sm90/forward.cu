@@ -17,11 +17,11 @@ const char* run(const ForwardArguments& in, void* stream) {
     if (const char* error = weight_map(&p.up[i], in.dtype, up, experts, up_rows, hidden, kTileN / 2)) return error;
   }
   if (const char* error = weight_map(&p.down, in.dtype, in.down, experts, hidden, inner, kTileN / 2)) return error;
+  if (const char* error = ragged_map(&p.a, in.dtype, in.a, in.sizes.slots(), inner, inner, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets;
-  p.x = {static_cast<const T*>(in.x), in.plan.order, int(in.sizes.top_k), int(hidden), 1};
-  p.a = {static_cast<const T*>(in.a), nullptr, 1, int(inner), 1};
+  p.x = static_cast<const T*>(in.x);
   p.h = static_cast<T*>(in.h);
   p.a_out = static_cast<T*>(in.a);
   p.rows = static_cast<T*>(in.rows);

@@ -12,7 +12,8 @@ template <class T, bool kGated, bool kPlain>
 struct Forward {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = false;
-  static constexpr int kBoxBytes = kBytesB;
+  static constexpr bool kWaits = true, kGathers = true;
+  static constexpr int kStages = 5, kPatches = 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
   static constexpr int kWidth = kGated ? kTileN / 2 : kTileN;
@@ -20,10 +21,11 @@ struct Forward {
 
   struct Params {
     CUtensorMap up[2], down;  // boxes of 64 x 96; gate and up of a gated tile come from up[0] and up[1]
+    CUtensorMap a;            // ragged, boxes of 64 x 128
     Plan plan;
     int* error;
     int* ticket;
-    RowSource<T> x, a;
+    const T* x;
     T* h;  // may be null
     T* a_out;
     T* rows;
@@ -39,42 +41,54 @@ struct Forward {
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     const int blocks = *p.plan.num_blocks, up_tickets = blocks * p.up_tiles;
     return ticket < up_tickets
-               ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, p.x.steps(), kWidth)
-               : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, p.a.steps(), kTileN);
+               ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, steps_of(p.hidden), kWidth)
+               : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, steps_of(p.inner), kTileN);
   }
 
-  struct Loader : RowLoader<T> {
-    __device__ __forceinline__ Loader(const Params& p, const Task& task, int thread)
-        : RowLoader<T>(task.kind == kUp ? p.x : p.a, task, thread) {}
-
+  struct Boxes {
+    // A block's down projection waits for its up projection: for each of the four warps that share each tile's rows.
     static __device__ __forceinline__ bool ready(const Params& p, const Task& task) {
       return task.kind == kUp || ptx::load_acquire(p.plan.done + task.extra) >= 4 * p.up_tiles;
     }
-    static __device__ __forceinline__ void wait(const Params& p, const Task& task, const Ring& ring) {
-      if (task.kind == kUp) return;
-      if (threadIdx.x % 32 == 0) ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, 7);
-      __syncwarp();
+    static __device__ __forceinline__ void wait(const Params& p, const Task& task, const Ring<Forward>& ring) {
+      ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, 7);
     }
-    __device__ __forceinline__ void rows(const Params&, const Task&, int step, uint32_t stage) const {
-      RowLoader<T>::rows(step, stage);
+    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
+      return task.kind == kUp ? kBytesB : kBytesStage;
     }
-    static __device__ __forceinline__ void boxes(const Params& p, const Task& task, int step, uint32_t to,
-                                                 uint32_t barrier) {
+    static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
+                                                   uint32_t barrier) {
       const bool up = task.kind == kUp;
+      const uint32_t to = stage + kBytesA;
       const int second = up ? p.second : kTileN / 2;
       ptx::copy_box(to, up ? &p.up[0] : &p.down, step * kTileK, task.column, task.expert, barrier);
       ptx::copy_box(to + kBytesB / 2, up ? &p.up[1] : &p.down, step * kTileK, task.column + second, task.expert,
                     barrier);
     }
+    static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
+                                                uint32_t barrier) {
+      if (task.kind == kUp) return;
+      if (step == 0) ptx::fence_for_async();  // other CTAs wrote these rows through ordinary stores
+      ragged_box(stage, &p.a, step * kTileK, task.row, task.rows, barrier);
+    }
+  };
+
+  struct Gather : RowGather<T> {
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
+        : RowGather<T>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 1, p.hidden, thread) {}
+    __device__ __forceinline__ void step(const Params& p, const Task& task, int step, uint32_t stage) {
+      if (task.kind == kUp) this->next(p.hidden - step * kTileK, stage);
+    }
   };
 
   static __device__ __forceinline__ void finish_empty(const Params&, const Task&, const Warp&) {}
 
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, const float (&acc)[2][kAccumulators],
+  template <int kHalves>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
     if (task.kind == kDown) {
       const T* const bias = p.down_bias ? p.down_bias + static_cast<int64_t>(task.expert) * p.hidden : nullptr;
-      store_tile<T, !kPlain>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
+      store_tile<T, !kPlain, kHalves>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
       return;
     }
     if (kGated) {
@@ -82,6 +96,7 @@ struct Forward {
     } else {
       finish_single(p, task, acc, warp);
     }
+    ptx::fence_for_async();
     __syncwarp();
     if (warp.lane() == 0) {
       __threadfence();
@@ -90,13 +105,14 @@ struct Forward {
   }
 
   // The activation sees h as it is rounded for saving, so that backward finds the same value.
-  static __device__ __forceinline__ void finish_gated(const Params& p, const Task& task,
-                                                      const float (&acc)[2][kAccumulators], const Warp& warp) {
+  template <int kHalves>
+  static __device__ __forceinline__ void finish_gated(const Params& p, const Task& task, Accumulators<kHalves>& acc,
+                                                      const Warp& warp) {
     const Gate<kPlain> gate{p.activation};
     const int room = p.inner - task.column - warp.line_column();
     const int64_t bias_at = task.expert * p.up_bias_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1  // see next_half
+    for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
       if (task.rows <= first) break;
       const int64_t row = task.row + first + warp.line_row();
@@ -117,7 +133,7 @@ struct Forward {
           }
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float* const v = &acc[half][(piece * 4 + b) * 4 + r * 2];
+            const float* const v = &acc[0][(piece * 4 + b) * 4 + r * 2];
             g[2 * b + r] = Pair<T>::pack(v[0] + add_g.x, v[1] + add_g.y);
             u[2 * b + r] = Pair<T>::pack(v[kAccumulators / 2] + add_u.x, v[kAccumulators / 2 + 1] + add_u.y);
           }
@@ -140,16 +156,18 @@ struct Forward {
         __syncwarp();
         warp.store<0>(to_a + piece * 32, p.inner, lines);
       }
+      next_half<kHalves>(acc);
     }
   }
 
-  static __device__ __forceinline__ void finish_single(const Params& p, const Task& task,
-                                                       const float (&acc)[2][kAccumulators], const Warp& warp) {
+  template <int kHalves>
+  static __device__ __forceinline__ void finish_single(const Params& p, const Task& task, Accumulators<kHalves>& acc,
+                                                       const Warp& warp) {
     const Gate<kPlain> gate{p.activation};
     const int room = p.inner - task.column - warp.line_column();
     const int64_t bias_at = task.expert * p.up_bias_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1  // see next_half
+    for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
       if (task.rows <= first) break;
       const int64_t at =
@@ -157,7 +175,7 @@ struct Forward {
 #pragma unroll
       for (int piece = 0; piece < 6; ++piece) {
         const int lines = room > piece * 32 ? rows : 0;
-        uint32_t h[8], a[8];
+        uint32_t h[8];
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           float2 add = make_float2(0.0f, 0.0f);
@@ -165,19 +183,23 @@ struct Forward {
             add = bias_pair(p.up_bias[0] + bias_at, task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2, p.inner);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float* const v = &acc[half][(piece * 4 + b) * 4 + r * 2];
+            const float* const v = &acc[0][(piece * 4 + b) * 4 + r * 2];
             h[2 * b + r] = Pair<T>::pack(v[0] + add.x, v[1] + add.y);
-            const float2 hh = Pair<T>::unpack(h[2 * b + r]);
-            a[2 * b + r] = Pair<T>::pack(gate.value(hh.x), gate.value(hh.y));
           }
         }
         __syncwarp();
         if (p.h) warp.put<0>(h);
-        warp.put<1>(a);
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+          const float2 v = Pair<T>::unpack(h[b]);
+          h[b] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
+        }
+        warp.put<1>(h);
         __syncwarp();
         if (p.h) warp.store<0>(p.h + at + piece * 32, p.inner, lines);
         warp.store<1>(p.a_out + at + piece * 32, p.inner, lines);
       }
+      next_half<kHalves>(acc);
     }
   }
 };

@@ -14,13 +14,14 @@ const char* run_down(const DownGradArguments& in, void* stream) {
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 1;
-  p.dy = {static_cast<const T*>(in.dy), in.plan.order, int(in.sizes.top_k), int(in.sizes.hidden), 1};
+  p.dy = static_cast<const T*>(in.dy);
   p.h = static_cast<const T*>(in.h);
   p.weights = {const_cast<void*>(in.weights), in.weights_dtype};
   p.dh = static_cast<T*>(in.dh);
   p.a = static_cast<T*>(in.a);
   p.dscore = in.dscore;
   p.activation = in.activation;
+  p.hidden = int(in.sizes.hidden);
   p.inner = int(in.sizes.inner);
   p.tiles = int(score_tiles(in.sizes));
   p.slots = int(in.sizes.slots());
@@ -43,10 +44,13 @@ const char* run_up(const UpGradArguments& in, void* stream) {
     const void* const up = in.up[separate ? i : 0];
     if (const char* error = weight_map(&p.up[i], in.dtype, up, in.sizes.experts, k, in.sizes.hidden, 64)) return error;
   }
+  const int64_t columns = separate ? 2 * k : k;
+  if (const char* error = ragged_map(&p.dh, in.dtype, in.dh, in.sizes.slots(), columns, columns, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 2;
-  p.dh = {static_cast<const T*>(in.dh), nullptr, 1, int(k), separate ? 2 : 1};
+  p.part = int(k);
+  p.parts = separate ? 2 : 1;
   p.rows = static_cast<T*>(in.rows);
   p.first_column = int(in.first_column);
   p.columns = int(in.columns);

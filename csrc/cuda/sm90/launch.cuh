@@ -16,10 +16,12 @@ inline int multiprocessors() {
   return count;
 }
 
-// A map of a weight [experts, rows, columns] (16-bit, contiguous) for boxes of 64 columns. Made anew for every launch
-// (it costs less than looking one up), so it can never be stale.
-inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t experts, int64_t rows,
-                              int64_t columns, int box_rows) {
+struct MapShape {
+  cuuint64_t sizes[3], strides[2];  // innermost first; strides in bytes, of the outer two
+  cuuint32_t box[2];
+};
+
+inline const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape& shape) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* found = nullptr;
@@ -28,23 +30,40 @@ inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, i
     return reinterpret_cast<Encode>(result == cudaDriverEntryPointSuccess ? found : nullptr);
   }();
   if (!encode) return "the driver has no cuTensorMapEncodeTiled";
-  const cuuint64_t sizes[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(experts)};
-  const cuuint64_t strides[2] = {cuuint64_t(columns) * 2, cuuint64_t(rows) * cuuint64_t(columns) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {shape.box[0], shape.box[1], 1}, steps[3] = {1, 1, 1};
   const CUresult result =
       encode(map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             const_cast<void*>(data), shape.sizes, shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a weight";
+  return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a tensor";
+}
+
+// A map of a weight [experts, rows, columns] (16-bit, contiguous) for boxes of 64 columns. Made anew for every launch
+// (it costs less than looking one up), so it can never be stale.
+inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t experts, int64_t rows,
+                              int64_t columns, int box_rows) {
+  const cuuint64_t c = cuuint64_t(columns), r = cuuint64_t(rows);
+  return encode_map(map, dtype, data, {{c, r, cuuint64_t(experts)}, {2 * c, 2 * r * c}, {64, cuuint32_t(box_rows)}});
+}
+
+// A map of 16-bit rows [rows, columns] for boxes of 64 columns that end at any row, not only at the last: the rows
+// appear twice, as y and as z, with the same stride, y counted from kRagged rows before the data. A box of `n` rows
+// from row r on is the one at y = kRagged - n, z = r + n: rows past the n-th lie outside along y, and become zero.
+inline const char* ragged_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t rows, int64_t columns,
+                              int64_t stride, int box_rows) {
+  const char* const base = static_cast<const char*>(data) - kRagged * stride * 2;
+  const cuuint64_t bytes = cuuint64_t(stride) * 2;
+  return encode_map(map, dtype, base,
+                    {{cuuint64_t(columns), kRagged, cuuint64_t(rows) + 1}, {bytes, bytes}, {64, cuuint32_t(box_rows)}});
 }
 
 template <class Op>
 const char* launch(const typename Op::Params& params, void* stream) {
   // Every time, because it holds for the current device only.
   const cudaError_t allowed =
-      cudaFuncSetAttribute(persistent<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kSharedBytes));
+      cudaFuncSetAttribute(persistent<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(Ring<Op>::kBytes));
   if (allowed != cudaSuccess) return cudaGetErrorString(allowed);
-  persistent<Op><<<multiprocessors(), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
+  persistent<Op><<<multiprocessors(), kThreads, Ring<Op>::kBytes, static_cast<cudaStream_t>(stream)>>>(params);
   return check(cudaGetLastError());
 }
 

@@ -1,20 +1,22 @@
 // The persistent grouped matrix product that every kernel of this engine is an instance of.
 //
-// One CTA per SM, three warpgroups. Warpgroup 0 produces: it takes the next task (one 128 x 192 output tile) from a
-// global ticket counter, tells the consumers, and fills a ring of five stages of 64 along K: rows through cp.async (so
-// a row may come from anywhere), weights through the copy engine. Warpgroups 1 and 2 consume, each a whole tile in
-// turn: while one writes its tile out, the other keeps the tensor cores busy.
+// One CTA per SM, three warpgroups. Warpgroup 0 produces, a ring of five stages of 64 along K: warp 0 takes the next
+// task (one 128 x 192 output tile) from a global ticket counter and tells the others; warp 1 starts the copy engine
+// (weights, and rows that lie in order); warps 2 and 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
+// and 2 consume, each a whole tile in turn: while one writes its tile out, the other keeps the tensor cores busy.
 //
-// An operation `Op` says what the tasks are and what happens to a finished tile:
-//   Element, Params (with `int* error`, `int* ticket`)
-//   kTransposeA, kTransposeB   operand contiguous along M or N instead of K
-//   kBoxBytes                  bytes per stage that arrive by the copy engine
-//   kProducerRegisters, kConsumerRegisters
-//   task(p, ticket)            the task of a ticket; Task::none() when there is none
-//   Loader(p, task, thread)    one producer thread's share: ready() and wait() for the tasks that this one needs,
-//                              rows(step) into A (and B), boxes(step) into B by thread 0 alone
-//   finish(p, task, accumulators, warp)    what a consumer warp does with its rows of the tile
-//   finish_empty(p, task, warp)            the same for a task without steps
+// An operation `Op` says what the tasks are, how they are loaded and what happens to a finished tile:
+//   Element, Params (with `int* error`, `int* ticket`), kProducerRegisters, kConsumerRegisters
+//   kStages, kPatches           of the shared memory: stages of 40 KB in the ring, patches of each consumer warp
+//   kTransposeA, kTransposeB    operand contiguous along M or N instead of K
+//   task(p, ticket)             the task of a ticket; Task::none() when there is none
+//   Boxes                       what the copy engine does, by one thread: bytes(p, task) per stage, weights(...) and
+//   rows(...) kWaits                      whether tasks wait for others; then Boxes::ready(p, task) and Boxes::wait(p,
+//   task, ring) kGathers                    whether there are rows to gather; then Gather(p, task, thread), whose
+//   step(...) copies one
+//                               stage's share of one thread
+//   finish(p, task, acc, warp)  what a consumer warp does with its rows of the tile
+//   finish_empty(p, task, warp) the same for a task without steps
 //
 // Tasks are handed out in order and a CTA works on its tasks in order; a task may wait for tasks with smaller tickets
 // only. So the unfinished task with the smallest ticket never waits, however many CTAs are running.
@@ -29,24 +31,24 @@
 namespace mok::sm90 {
 
 constexpr int kTileM = 128, kTileN = 192, kTileK = 64;
-constexpr int kThreads = 384, kProducers = 128;
-constexpr int kStages = 5, kTaskSlots = 4;
+constexpr int kThreads = 384, kGatherers = 96;
+constexpr int kTaskSlots = 2;
 constexpr int kAccumulators = 96;  // per thread and half tile of 64 x 192
 static_assert(kTileM == kBlockRows, "a row block is one tile high");
+
+// Rows that a box may start before the end of its rows, see ragged_map.
+constexpr int kRagged = 1 << 22;
 
 constexpr uint32_t kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed
 constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed operand
 constexpr uint32_t kPatchStride = 80;     // 32 elements and 16 bytes against bank conflicts
 constexpr uint32_t kPatch = 16 * kPatchStride;
-constexpr uint32_t kPatches = 2;  // per consumer warp
 
-// Shared memory, as offsets from its 1024-byte aligned start.
-constexpr uint32_t kAtPatches = kStages * kBytesStage;
-constexpr uint32_t kAtTasks = kAtPatches + 8 * kPatches * kPatch;
-constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
-constexpr uint32_t kSharedBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
-static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
+template <int kValue>
+struct Index {
+  static constexpr int value = kValue;
+};
 
 struct Task {
   int kind;  // chosen by the operation; negative: no more tasks
@@ -60,7 +62,16 @@ struct Task {
   static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0}; }
 };
 
+// The CTA's shared memory, as an operation divides it: stages, then patches for the consumer warps, tasks, barriers.
+template <class Op>
 struct Ring {
+  static constexpr int kStages = Op::kStages;
+  static constexpr uint32_t kAtPatches = kStages * kBytesStage;
+  static constexpr uint32_t kAtTasks = kAtPatches + 8 * Op::kPatches * kPatch;
+  static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
+  static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
+  static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
+
   uint32_t base;
   int* error;
 
@@ -71,6 +82,9 @@ struct Ring {
   __device__ __forceinline__ uint32_t task_empty(int s) const { return full(2 * kStages + kTaskSlots + s); }
   __device__ __forceinline__ uint32_t turn(int group) const { return full(2 * kStages + 2 * kTaskSlots + group); }
   __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * 32; }
+  __device__ __forceinline__ uint32_t patches(int consumer_warp) const {
+    return base + kAtPatches + consumer_warp * Op::kPatches * kPatch;
+  }
 
   // A wait of seconds can only be a bug. It is marked and ends, as do all waits after it; `combine` then poisons the
   // output, so that the mistake shows and the device does not hang.
@@ -99,7 +113,7 @@ struct Ring {
     patient([&] { return ptx::load_acquire(count) >= wanted; }, site);
   }
 
-  // Called by whole warps, each once per task it is told of.
+  // Called by whole warps, once per task.
   __device__ __forceinline__ Task read_task(int i) const {
     const int slot = i % kTaskSlots;
     if (!wait(task_full(slot), i / kTaskSlots & 1, 1)) return Task::none();
@@ -118,15 +132,15 @@ struct Ring {
   }
 };
 
-// A consumer warp: it owns 16 rows of each half tile and moves them to and from global memory through two patches of
-// shared memory of 16 rows x 32 columns. Per lane, a patch looks two ways: as matrices, in accumulator fragments
+// A consumer warp: it owns 16 rows of each half tile and moves them to and from global memory through patches of shared
+// memory of 16 rows x 32 columns. Per lane, a patch looks two ways: as matrices, in accumulator fragments
 // (fragment[2 * b + r]: block b of 8 columns, rows 8 * r to 8 * r + 7), and as lines, row lane / 4 (+ 8) and 16 bytes
 // at column lane % 4 * 8.
 struct Warp {
   uint32_t cell, line;  // addresses in patch 0
 
-  __device__ __forceinline__ Warp(uint32_t patches) {
-    const uint32_t patch = patches + index() * kPatches * kPatch;
+  // `patch` is the address of the warp's patch 0.
+  __device__ __forceinline__ explicit Warp(uint32_t patch) {
     cell = patch + lane() % 16 * kPatchStride + lane() / 16 * 16;
     line = patch + lane() / 4 * kPatchStride + lane() % 4 * 16;
   }
@@ -135,15 +149,19 @@ struct Warp {
   static __device__ __forceinline__ int line_row() { return lane() / 4; }
   static __device__ __forceinline__ int line_column() { return lane() % 4 * 8; }
 
+  // One half, 16 columns, of patch kNumber.
   template <int kNumber>
-  __device__ __forceinline__ void put(const uint32_t (&fragment)[8]) const {
-    ptx::store_matrices(cell + kNumber * kPatch, fragment);
-    ptx::store_matrices(cell + kNumber * kPatch + 32, fragment + 4);
+  __device__ __forceinline__ void put(int half, const uint32_t* fragment) const {
+    ptx::store_matrices(cell + kNumber * kPatch + half * 32, fragment);
   }
   template <int kNumber>
-  __device__ __forceinline__ void get(uint32_t (&fragment)[8]) const {
-    ptx::load_matrices(cell + kNumber * kPatch, fragment);
-    ptx::load_matrices(cell + kNumber * kPatch + 32, fragment + 4);
+  __device__ __forceinline__ void get(int half, uint32_t* fragment) const {
+    ptx::load_matrices(cell + kNumber * kPatch + half * 32, fragment);
+  }
+  template <int kNumber>
+  __device__ __forceinline__ void put(const uint32_t (&fragment)[8]) const {
+    put<kNumber>(0, fragment);
+    put<kNumber>(1, fragment + 4);
   }
   // `at` is this lane's place in the first line, `rows` the lines that exist from its own on.
   template <int kNumber, class T>
@@ -153,16 +171,26 @@ struct Warp {
     if (rows > 8)
       *reinterpret_cast<uint4*>(at + 8 * static_cast<int64_t>(stride)) = ptx::load_shared(from + 8 * kPatchStride);
   }
+  // The other way, without waiting: see copies_commit(). Lines that do not exist become zero.
   template <int kNumber, class T>
-  __device__ __forceinline__ void load(const T* at, int stride, int rows) const {
+  __device__ __forceinline__ void fetch(const T* at, int stride, int rows) const {
     const uint32_t to = line + kNumber * kPatch;
-    uint4 low = make_uint4(0, 0, 0, 0), high = low;
-    if (rows > 0) low = *reinterpret_cast<const uint4*>(at);
-    if (rows > 8) high = *reinterpret_cast<const uint4*>(at + 8 * static_cast<int64_t>(stride));
-    ptx::store_shared(to, low);
-    ptx::store_shared(to + 8 * kPatchStride, high);
+    ptx::copy16(to, at, rows > 0 ? 16 : 0);
+    ptx::copy16(to + 8 * kPatchStride, at + 8 * static_cast<int64_t>(stride), rows > 8 ? 16 : 0);
   }
 };
+
+// A thread's part of a tile, one or two halves of 64 rows high.
+template <int kHalves>
+using Accumulators = float[kHalves][kAccumulators];
+
+// An epilogue that loops over the halves works on acc[0] and moves the other half there: half the code, and the
+// compiler does not keep values of both halves at once, for which there are no registers.
+template <int kHalves>
+__device__ __forceinline__ void next_half(Accumulators<kHalves>& acc) {
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) acc[0][i] = acc[kHalves - 1][i];
+}
 
 // Tile `number` of a grid of `rows` x `columns` tiles: groups of 8 rows, inside a group rows first, so that the tiles
 // in flight share operands in the L2; every other group runs backwards.
@@ -174,81 +202,144 @@ __device__ __forceinline__ int2 raster(int number, int rows, int columns) {
   return make_int2(row, group % 2 ? columns - 1 - column : column);
 }
 
-template <class Op>
-__device__ __forceinline__ void produce(const typename Op::Params& p, const Ring& ring) {
-  const int thread = threadIdx.x;
-  int ticket = 0, steps = 0;  // of thread 0: the next task's ticket and first step
-  if (thread == 0) ticket = atomicAdd(p.ticket, 1);
+// A place in the ring that runs over all steps of all tasks.
+template <int kStages>
+struct Cursor {
   int stage = 0;
   uint32_t parity = 1;
-  // Tasks are told one ahead. The end is told twice: once to each consumer group.
-  for (int i = -1;; ++i) {
-    if (thread == 0) {
-      Task next = Op::task(p, ticket);
-      next.first_step = steps;
-      steps += next.steps;
-      ticket = atomicAdd(p.ticket, 1);
-      ring.write_task(i + 1, next);
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Warp 0, one thread.
+template <class Op>
+__device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op>& ring) {
+  int ticket = atomicAdd(p.ticket, 1), steps = 0;
+  const auto take = [&] {
+    Task task = Op::task(p, ticket);
+    task.first_step = steps;
+    steps += task.steps;
+    ticket = atomicAdd(p.ticket, 1);
+    return task;
+  };
+  Task task = take();
+  ring.write_task(0, task);
+  Cursor<Op::kStages> at;
+  for (int i = 0;; ++i) {
+    if (task.kind < 0) {
+      ring.write_task(i + 1, task);  // the end is told twice: once to each consumer group
+      return;
     }
-    if (i < 0) continue;
-    const Task task = ring.read_task(i);
-    if (task.kind < 0) break;
-    typename Op::Loader loader(p, task, thread);
+    const auto weights = [&](int step, const Cursor<Op::kStages>& c) {
+      ring.wait(ring.empty(c.stage), c.parity, 3);
+      ptx::barrier_arrive_expect(ring.full(c.stage), Op::Boxes::bytes(p, task));
+      Op::Boxes::weights(p, task, step, ring.stage(c.stage), ring.full(c.stage));
+    };
     // Weights do not wait for other tasks: while the rows are not there yet, fill the ring with weights.
     int ahead = 0;
-    if (Op::kBoxBytes && thread == 0 && !loader.ready(p, task)) {
-      ahead = min(task.steps, kStages);
-      int s = stage;
-      uint32_t q = parity;
-      for (int k = 0; k < ahead; ++k) {
-        ring.wait(ring.empty(s), q, 3);
-        ptx::barrier_arrive_expect(ring.full(s), Op::kBoxBytes);
-        loader.boxes(p, task, k, ring.stage(s) + kBytesA, ring.full(s));
-        if (++s == kStages) s = 0, q ^= 1;
+    if constexpr (Op::kWaits) {
+      if (!Op::Boxes::ready(p, task)) {
+        Cursor<Op::kStages> c = at;
+        for (; ahead < min(task.steps, Op::kStages); ++ahead, c.advance()) weights(ahead, c);
+        Op::Boxes::wait(p, task, ring);
       }
     }
-    loader.wait(p, task, ring);
-    for (int k = 0; k < task.steps; ++k) {
-      ring.wait(ring.empty(stage), parity, 4);
-      if (Op::kBoxBytes && thread == 0 && k >= ahead) {
-        ptx::barrier_arrive_expect(ring.full(stage), Op::kBoxBytes);
-        loader.boxes(p, task, k, ring.stage(stage) + kBytesA, ring.full(stage));
+    // The next task is looked up once the ring is full: that takes long, and then nobody waits for it.
+    const int look_up = min(task.steps, Op::kStages);
+    Task next;
+    for (int k = 0;; ++k, at.advance()) {
+      if (k == look_up) {
+        next = take();
+        ring.write_task(i + 1, next);
       }
-      loader.rows(p, task, k, ring.stage(stage));
-      ptx::barrier_arrive_copies(ring.full(stage));
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      if (k == task.steps) break;
+      if (k >= ahead) weights(k, at);
+      Op::Boxes::rows(p, task, k, ring.stage(at.stage), ring.full(at.stage));
+    }
+    task = next;
+  }
+}
+
+// Warps 1 to 3.
+template <class Op>
+__device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<Op>& ring) {
+  const int thread = threadIdx.x - 32;
+  Cursor<Op::kStages> at;
+  for (int i = 0;; ++i) {
+    const Task task = ring.read_task(i);
+    if (task.kind < 0) return;
+    typename Op::Gather rows(p, task, thread);
+    for (int k = 0; k < task.steps; ++k, at.advance()) {
+      ring.wait(ring.empty(at.stage), at.parity, 4);
+      rows.step(p, task, k, ring.stage(at.stage));
+      ptx::barrier_arrive_copies(ring.full(at.stage));
     }
   }
 }
 
-// All steps of one tile, of which only the first kHalves halves of 64 rows exist. Passes the turn on as early as it
-// can.
+// Which rows a gathering thread copies: 16-byte chunk thread % 8 of rows thread / 8 + 12 * j, and where they go in a
+// stage of rows of 128 bytes with the swizzle.
+struct GatherPlace {
+  static constexpr int kStride = kGatherers / 8;
+  uint32_t even, odd;  // for even and odd j
+
+  __device__ __forceinline__ explicit GatherPlace(int thread) {
+    const int first = thread / 8, chunk = thread % 8;
+    even = first * 128 + ((chunk ^ first % 8) << 4);
+    odd = first * 128 + ((chunk ^ (first + kStride) % 8) << 4);
+  }
+  __device__ __forceinline__ uint32_t at(int j) const { return (j % 2 ? odd : even) + j * kStride * 128; }
+};
+static_assert(GatherPlace::kStride % 4 == 0, "the swizzle repeats every second j");
+
+template <class Op>
+__device__ __forceinline__ void produce(const typename Op::Params& p, const Ring<Op>& ring) {
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) lead<Op>(p, ring);
+  } else if constexpr (Op::kGathers) {
+    gather<Op>(p, ring);
+  }
+}
+
+// All steps of one tile. Passes the turn on as early as it can.
 template <class Op, int kHalves>
-__device__ __forceinline__ void multiply(float (&acc)[2][kAccumulators], const Ring& ring, const Task& task, int lane,
+__device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task, int lane,
                                          uint32_t next_turn) {
   using Mma = ptx::Mma<typename Op::Element>;
   constexpr uint64_t kStepA = ptx::mma_offset(Op::kTransposeA ? 2048 : 32);  // 16 along K
   constexpr uint64_t kStepB = ptx::mma_offset(Op::kTransposeB ? 2048 : 32);
   const uint64_t a0 = ptx::mma_operand(ring.base, kChunk), b0 = ptx::mma_operand(ring.base + kBytesA, kChunk);
-  int stage = task.first_step % kStages, last = -1;
-  uint32_t parity = task.first_step / kStages & 1;
-  for (int k = 0; k < task.steps; ++k) {
+  int stage = task.first_step % Op::kStages, last = stage;
+  uint32_t parity = task.first_step / Op::kStages & 1;
+  const auto step = [&](auto first) {
     ring.wait(ring.full(stage), parity, 5);
     ptx::fence_shared_for_async();
     ptx::mma_fence();
     const uint64_t offset = ptx::mma_offset(stage * kBytesStage);
 #pragma unroll
     for (int q = 0; q < kTileK / 16; ++q) {
-      const uint64_t a = a0 + offset + q * kStepA, b = b0 + offset + q * kStepB;
-      Mma::template run<Op::kTransposeA, Op::kTransposeB>(acc[0], a, b, (k | q) != 0);
-      if (kHalves == 2)
-        Mma::template run<Op::kTransposeA, Op::kTransposeB>(acc[1], a + ptx::mma_offset(kHalfA), b, (k | q) != 0);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const uint64_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
+        if (first.value && q == 0) {
+          Mma::template start<Op::kTransposeA, Op::kTransposeB>(acc[half], a, b);
+        } else {
+          Mma::template add<Op::kTransposeA, Op::kTransposeB>(acc[half], a, b);
+        }
+      }
     }
     ptx::mma_commit();
-    ptx::mma_wait<1>();
-    if (last >= 0 && lane == 0) ptx::barrier_arrive(ring.empty(last));
     last = stage;
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == Op::kStages) stage = 0, parity ^= 1;
+  };
+  step(Index<1>{});
+  for (int k = 1; k < task.steps; ++k) {
+    const int done = last;
+    step(Index<0>{});
+    ptx::mma_wait<1>();
+    if (lane == 0) ptx::barrier_arrive(ring.empty(done));
   }
   if (lane == 0) ptx::barrier_arrive(next_turn);
   ptx::mma_wait<0>();
@@ -256,13 +347,12 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kAccumulators], const R
 }
 
 template <class Op>
-__device__ __forceinline__ void consume(const typename Op::Params& p, const Ring& ring, int group) {
-  const Warp warp(ring.base + kAtPatches + group * 4 * kPatches * kPatch);
+__device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring, int group) {
+  const Warp warp(ring.patches(group * 4 + Warp::index()));
   // A one-bit phase cannot tell a use of a stage from the one before the last, so the groups' main loops take turns.
   for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) break;
-    float acc[2][kAccumulators];
     ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, 6);
     __syncwarp();
     const uint32_t next_turn = ring.turn(group ^ 1);
@@ -271,23 +361,31 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
       Op::finish_empty(p, task, warp);
       continue;
     }
-    multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
-    Op::finish(p, task, acc, warp);
+    // A low tile costs half the multiplies.
+    if (task.rows > kTileM / 2) {
+      Accumulators<2> acc;
+      multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
+      Op::finish(p, task, acc, warp);
+    } else {
+      Accumulators<1> acc;
+      multiply<Op, 1>(acc, ring, task, warp.lane(), next_turn);
+      Op::finish(p, task, acc, warp);
+    }
   }
 }
 
 template <class Op>
 __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant__ typename Op::Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Ring ring{ptx::shared_address(shared), p.error};
+  const Ring<Op> ring{ptx::shared_address(shared), p.error};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      ptx::barrier_init(ring.full(s), kProducers + (Op::kBoxBytes ? 1 : 0));
+    for (int s = 0; s < Op::kStages; ++s) {
+      ptx::barrier_init(ring.full(s), 1 + (Op::kGathers ? kGatherers : 0));
       ptx::barrier_init(ring.empty(s), 4);
     }
     for (int s = 0; s < kTaskSlots; ++s) {
       ptx::barrier_init(ring.task_full(s), 1);
-      ptx::barrier_init(ring.task_empty(s), 8);  // four producer warps, the four of one consumer group
+      ptx::barrier_init(ring.task_empty(s), (Op::kGathers ? 3 : 0) + 4);  // gatherers, one consumer group
     }
     for (int g = 0; g < 2; ++g) ptx::barrier_init(ring.turn(g), 4);
     ptx::barrier_init_fence();

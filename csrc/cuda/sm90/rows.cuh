@@ -5,58 +5,51 @@
 
 namespace mok::sm90 {
 
-// The left operand: rows of K elements in `parts` equal parts, each padded to whole stages with zeros.
+__host__ __device__ inline int steps_of(int k) { return (k + kTileK - 1) / kTileK; }
+
+// One thread's share of a tile of gathered rows of k elements.
 template <class T>
-struct RowSource {
-  const T* data;
-  const int* order;  // null: row r of a tile is row r here; else it is row order[r] / top_k
-  int top_k;
-  int part;  // elements per part, a multiple of 8
-  int parts;
+struct RowGather {
+  static constexpr int kRows = (kTileM + GatherPlace::kStride - 1) / GatherPlace::kStride;
 
-  __device__ __forceinline__ int part_steps() const { return (part + kTileK - 1) / kTileK; }
-  __device__ __forceinline__ int steps() const { return parts * part_steps(); }
-};
+  GatherPlace place;
+  bool last;  // whether the last of the rows lies in the tile
+  bool tall;  // whether the tile has more than its first half
+  const T* row[kRows];
 
-// One producer thread's share of the left operand: 16-byte chunk thread % 8 of rows thread / 8 + 16 * j.
-template <class T>
-struct RowLoader {
-  static constexpr uint32_t kAbsent = ~0u;
-
-  const T* data;
-  uint32_t chunk[8];  // 16-byte chunks from `data` to this thread's first of each row
-  uint32_t to;
-  int column, part, part_steps;
-
-  __device__ __forceinline__ RowLoader(const RowSource<T>& source, const Task& task, int thread)
-      : data(source.data), column(thread % 8 * 8), part(source.part), part_steps(source.part_steps()) {
+  // Rows token[0] to token[count - 1] of `data`; rows past them repeat the first: rows do not mix, and theirs are not
+  // stored.
+  __device__ __forceinline__ RowGather(const T* data, const int* token, int count, int k, int thread) : place(thread) {
     const int first = thread / 8;
-    to = first * 128 + ((thread % 8 ^ first % 8) << 4);
-    const uint32_t row_chunks = source.parts * source.part / 8;
+    last = first + (kRows - 1) * GatherPlace::kStride < kTileM;
+    tall = count > kTileM / 2;
+    int from[kRows];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int row = first + 16 * j;
-      chunk[j] = kAbsent;
-      if (row < task.rows) {
-        const int at = task.row + row;
-        const uint32_t from = source.order ? source.order[at] / source.top_k : at;
-        chunk[j] = from * row_chunks + thread % 8;
-      }
+    for (int j = 0; j < kRows; ++j) {
+      const int r = first + j * GatherPlace::kStride;
+      from[j] = token[r < count ? r : 0];
     }
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) row[j] = data + static_cast<int64_t>(from[j]) * k + thread % 8 * 8;
   }
 
-  // Rows that do not exist are left as they are in shared memory: rows do not mix, and theirs are not stored.
-  __device__ __forceinline__ void rows(int step, uint32_t stage) const {
-    const int in_part = step % part_steps * kTileK, before = step / part_steps * part;
-    const uint32_t bytes = in_part + column < part ? 16 : 0;
-    const uint32_t offset = bytes ? (before + in_part) / 8 : 0;
+  // The next step; `left` columns of the rows are left, what lies past them becomes zero.
+  __device__ __forceinline__ void next(int left, uint32_t stage) {
+    const uint32_t bytes = threadIdx.x % 8 * 8 < left ? 16 : 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (chunk[j] != kAbsent)
-        ptx::copy16(stage + to + j * 2048, data + (static_cast<uint64_t>(chunk[j] + offset) << 3), bytes);
+    for (int j = 0; j < kRows; ++j) {
+      if (j * GatherPlace::kStride >= kTileM / 2 && !tall) break;
+      if (j < kRows - 1 || last) ptx::copy16(stage + place.at(j), row[j], bytes);
+      row[j] += kTileK;
     }
   }
 };
+
+// Rows [row, row + rows) of a ragged map (see ragged_map): the box's other rows become zero.
+__device__ __forceinline__ void ragged_box(uint32_t to, const CUtensorMap* map, int column, int row, int rows,
+                                           uint32_t barrier) {
+  ptx::copy_box(to, map, column, kRagged - rows, row + rows, barrier);
+}
 
 // Row block and column tile of a ticket: all tiles of `columns` column tiles over the plan's blocks.
 __device__ __forceinline__ Task block_task(const Plan& plan, int num_blocks, int ticket, int columns, int kind,
@@ -74,12 +67,12 @@ __device__ __forceinline__ float2 bias_pair(const T* bias, int column, int colum
 }
 
 // Writes the accumulators (plus `bias`, one per column, or null) of a tile to rows of `columns` elements.
-template <class T, bool kBias>
-__device__ __forceinline__ void store_tile(const Task& task, const float (&acc)[2][kAccumulators], const Warp& warp,
-                                           T* to, int stride, int columns, const T* bias) {
+template <class T, bool kBias, int kHalves>
+__device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
+                                           int stride, int columns, const T* bias) {
   const int room = columns - task.column - warp.line_column();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
     if (task.rows <= first) break;
     T* const at =

@@ -65,8 +65,8 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
 
 template <class Id>
 __global__ void __launch_bounds__(kSortThreads)
-    sort_kernel(const Id* ids, int slots, int experts, int* order, int* offsets, int* counts, Plan plan, uint4* h,
-                int64_t h_chunks) {
+    sort_kernel(const Id* ids, int slots, int experts, int top_k, int* order, int* offsets, int* counts, Plan plan,
+                uint4* h, int64_t h_chunks) {
   extern __shared__ int shared[];
   __shared__ int ends[kSortThreads], starts[kSortThreads], sums[kWarps];
   const int buckets = experts + 1, thread = threadIdx.x, lane = thread % 32;
@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kSortThreads)
     if (b >= 0) {
       const int at = mine[b] + __popc(same & ((1u << lane) - 1));
       order[at] = slot;
+      plan.token[at] = slot / top_k;
       plan.position[slot] = b < experts ? at : -1;
     }
     __syncwarp();
@@ -131,12 +132,15 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-__global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int experts, Plan plan) {
+__global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int experts, int top_k, Plan plan) {
   __shared__ int ends[kSortThreads], starts[kSortThreads], sums[kWarps];
   fill_plan(plan, experts, threadIdx.x < experts ? plan.offsets[threadIdx.x] : 0, ends, starts, sums);
   const int valid = ends[experts - 1];
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < slots; i += gridDim.x * blockDim.x)
-    plan.position[plan.order[i]] = i < valid ? i : -1;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < slots; i += gridDim.x * blockDim.x) {
+    const int slot = plan.order[i];
+    plan.position[slot] = i < valid ? i : -1;
+    plan.token[i] = slot / top_k;
+  }
 }
 
 template <class Id>
@@ -146,12 +150,12 @@ const char* sort(const ScheduleArguments& in, void* stream) {
       cudaFuncSetAttribute(sort_kernel<Id>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (allowed != cudaSuccess) return cudaGetErrorString(allowed);
   const Id* ids = static_cast<const Id*>(in.ids);
-  int slots = int(in.sizes.slots()), experts = int(in.sizes.experts);
+  int slots = int(in.sizes.slots()), experts = int(in.sizes.experts), top_k = int(in.sizes.top_k);
   int *order = in.order, *offsets = in.offsets, *counts = in.counts;
   Plan plan = in.plan;
   uint4* h = static_cast<uint4*>(in.h);
   int64_t h_chunks = in.h_columns / 8;
-  void* arguments[] = {&ids, &slots, &experts, &order, &offsets, &counts, &plan, &h, &h_chunks};
+  void* arguments[] = {&ids, &slots, &experts, &top_k, &order, &offsets, &counts, &plan, &h, &h_chunks};
   return check(cudaLaunchCooperativeKernel(sort_kernel<Id>, dim3(sort_grid(slots)), dim3(kSortThreads), arguments,
                                            size_t(shared_bytes), static_cast<cudaStream_t>(stream)));
 }
@@ -168,7 +172,7 @@ const char* schedule(const ScheduleArguments& in, void* stream) {
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream) {
   if (sizes.experts > kMaxExperts) return "more experts than the schedule kernel has threads";
   plan_kernel<<<sort_grid(sizes.slots()), kSortThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      int(sizes.slots()), int(sizes.experts), plan);
+      int(sizes.slots()), int(sizes.experts), int(sizes.top_k), plan);
   return check(cudaGetLastError());
 }
 

@@ -1,101 +1,126 @@
-// Weight gradients: per expert a product over its rows, both operands contiguous along the output's dimensions and both
-// loaded by cp.async, so that either may be gathered and the rows past an expert's end are zero in both (a zero against
-// somebody else's NaN would not do).
+// Weight gradients: per expert a product over its rows, both operands contiguous along the output's dimensions. One
+// side is gathered, by cp.async; the other lies in sorted order and comes by the copy engine. Rows past an expert's end
+// are zero on both sides: a zero against somebody else's NaN would not do.
 #pragma once
 
 #include "rows.cuh"
 
 namespace mok::sm90 {
 
-template <class T>
+template <class T, bool kLeftGathered>
 struct WeightGrad {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
-  static constexpr int kBoxBytes = 0;
+  static constexpr bool kWaits = false, kGathers = true;
+  static constexpr int kStages = 5, kPatches = 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-
-  struct Side {
-    const T* data;
-    int64_t stride;
-    int columns;
-    const int* order;  // null: sorted rows; else row order[r] / top_k
-  };
+  static constexpr uint32_t kGatheredAt = kLeftGathered ? 0 : kBytesA, kDenseAt = kLeftGathered ? kBytesA : 0;
+  static constexpr int kGatheredGroups = (kLeftGathered ? kTileM : kTileN) / 64;
+  static constexpr int kDenseGroups = (kLeftGathered ? kTileN : kTileM) / 64;
 
   struct Params {
+    CUtensorMap dense;  // ragged, boxes of 64 x 64
     Plan plan;
     int* error;
     int* ticket;
-    Side left, right;
-    T* out;  // [experts, left.columns, right.columns]
-    int experts, top_k, left_tiles, right_tiles;
+    const T* gathered;
+    int gathered_columns;  // also the stride
+    T* out;                // [experts, left_columns, right_columns]
+    int experts, left_columns, right_columns, left_tiles, right_tiles;
   };
-
-  static __device__ __forceinline__ int first_row(const Params& p, int expert) {
-    return expert ? p.plan.offsets[expert - 1] : 0;
-  }
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     const int tiles = p.left_tiles * p.right_tiles, expert = ticket / tiles;
     if (expert >= p.experts) return Task::none();
     const int2 at = raster(ticket - expert * tiles, p.left_tiles, p.right_tiles);
-    const int start = first_row(p, expert), end = p.plan.offsets[expert], row = at.x * kTileM;
-    return {0, expert, row, min(kTileM, p.left.columns - row), at.y * kTileN, (end - start + kTileK - 1) / kTileK,
-            0, start};
+    const int start = expert ? p.plan.offsets[expert - 1] : 0, end = p.plan.offsets[expert], row = at.x * kTileM;
+    return {0, expert, row, min(kTileM, p.left_columns - row), at.y * kTileN, steps_of(end - start), 0, start};
   }
 
-  // 16-byte chunk thread % 8 of rows thread / 8 + 16 * j of the stage, in each group of 64 columns.
-  struct Loader {
-    uint32_t to;
-    int row, end, left, right;
+  struct Boxes {
+    // Groups of 64 columns of the dense side that exist. The others are not asked for: a ragged box that lies outside
+    // altogether faults.
+    static __device__ __forceinline__ int groups(const Params& p, const Task& task) {
+      const int left = kLeftGathered ? p.right_columns - task.column : p.left_columns - task.row;
+      return min(kDenseGroups, (left + 63) / 64);
+    }
+    static __device__ __forceinline__ uint32_t bytes(const Params& p, const Task& task) {
+      return groups(p, task) * kChunk;
+    }
+    static __device__ __forceinline__ void weights(const Params&, const Task&, int, uint32_t, uint32_t) {}
+    static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
+                                                uint32_t barrier) {
+      const int column = kLeftGathered ? task.column : task.row, at = task.extra + step * kTileK;
+      const int left = p.plan.offsets[task.expert] - at;
+#pragma unroll
+      for (int g = 0; g < kDenseGroups; ++g)
+        if (g < groups(p, task))
+          ragged_box(stage + kDenseAt + g * kChunk, &p.dense, column + g * 64, at, left, barrier);
+    }
+  };
 
-    __device__ __forceinline__ Loader(const Params& p, const Task& task, int thread) {
-      const int first = thread / 8, chunk = thread % 8;
-      to = first * 128 + ((chunk ^ first % 8) << 4);
+  // One thread's share of each step's 64 gathered rows, in groups of 64 columns. The rows of a step are looked up one
+  // step ahead.
+  struct Gather {
+    static constexpr int kRows = (kTileK + GatherPlace::kStride - 1) / GatherPlace::kStride;
+
+    GatherPlace place;
+    bool last;                       // whether the last of the rows lies in the stage
+    const T* data;                   // at this thread's first column
+    int inside;                      // groups of this thread that exist
+    int row, end;                    // this thread's first row of the next step, end of the expert's
+    int token[kRows], later[kRows];  // of the next step and of the one after it; negative: none
+
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread) : place(thread) {
+      const int first = thread / 8, column = (kLeftGathered ? task.row : task.column) + thread % 8 * 8;
+      last = first + (kRows - 1) * GatherPlace::kStride < kTileK;
+      data = p.gathered + column;
+      inside = (p.gathered_columns - column + 63) / 64;
       row = task.extra + first;
       end = p.plan.offsets[task.expert];
-      left = task.row + chunk * 8;
-      right = task.column + chunk * 8;
+      look_up(p, 0, token);
+      look_up(p, kTileK, later);
     }
-    static __device__ __forceinline__ bool ready(const Params&, const Task&) { return true; }
-    static __device__ __forceinline__ void wait(const Params&, const Task&, const Ring&) {}
-    static __device__ __forceinline__ void boxes(const Params&, const Task&, int, uint32_t, uint32_t) {}
-
-    template <int kGroups>
-    static __device__ __forceinline__ void copy(const Side& side, int64_t row, bool exists, int column, uint32_t to) {
-      const T* const from = side.data + row * side.stride + column;
+    __device__ __forceinline__ void look_up(const Params& p, int ahead, int (&to)[kRows]) const {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const bool inside = exists && column + g * 64 < side.columns;
-        ptx::copy16(to + g * kChunk, inside ? from + g * 64 : side.data, inside ? 16 : 0);
+      for (int j = 0; j < kRows; ++j) {
+        const int r = row + ahead + j * GatherPlace::kStride;
+        to[j] = r < end ? p.plan.token[r] : -1;
       }
     }
-    __device__ __forceinline__ void rows(const Params& p, const Task&, int step, uint32_t stage) const {
+    __device__ __forceinline__ void step(const Params& p, const Task&, int, uint32_t stage) {
 #pragma unroll
-      for (int j = 0; j < kTileK / 16; ++j) {
-        const int at = row + step * kTileK + 16 * j;
-        const bool exists = at < end;
-        const int token = exists ? p.plan.order[at] / p.top_k : 0;
-        copy<kTileM / 64>(p.left, p.left.order ? token : at, exists, left, stage + to + j * 2048);
-        copy<kTileN / 64>(p.right, p.right.order ? token : at, exists, right, stage + kBytesA + to + j * 2048);
+      for (int j = 0; j < kRows; ++j) {
+        if (j == kRows - 1 && !last) break;
+        const T* const from = data + static_cast<int64_t>(max(token[j], 0)) * p.gathered_columns;
+#pragma unroll
+        for (int g = 0; g < kGatheredGroups; ++g)
+          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), from + g * 64,
+                      token[j] >= 0 && g < inside ? 16 : 0);
       }
+      row += kTileK;
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) token[j] = later[j];
+      look_up(p, kTileK, later);
     }
   };
 
   static __device__ __forceinline__ T* expert_out(const Params& p, const Task& task) {
-    return p.out + static_cast<int64_t>(task.expert) * p.left.columns * p.right.columns;
+    return p.out + static_cast<int64_t>(task.expert) * p.left_columns * p.right_columns;
   }
 
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, const float (&acc)[2][kAccumulators],
+  template <int kHalves>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
-    store_tile<T, false>(task, acc, warp, expert_out(p, task), p.right.columns, p.right.columns, nullptr);
+    store_tile<T, false, kHalves>(task, acc, warp, expert_out(p, task), p.right_columns, p.right_columns, nullptr);
   }
 
   // An expert without rows: exact zeros.
   static __device__ __forceinline__ void finish_empty(const Params& p, const Task& task, const Warp& warp) {
     for (int row = warp.index(); row < task.rows; row += 4) {
-      T* const to = expert_out(p, task) + static_cast<int64_t>(task.row + row) * p.right.columns;
+      T* const to = expert_out(p, task) + static_cast<int64_t>(task.row + row) * p.right_columns;
       const int column = task.column + warp.lane() * 8;
-      if (warp.lane() < kTileN / 8 && column < p.right.columns)
+      if (warp.lane() < kTileN / 8 && column < p.right_columns)
         *reinterpret_cast<uint4*>(to + column) = make_uint4(0, 0, 0, 0);
     }
   }

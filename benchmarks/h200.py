@@ -1,0 +1,280 @@
+"""MoE blocks on one H100 or H200: ours, Hugging Face + Inductor, SonicMoE where it is installed, and the ceilings.
+
+    python benchmarks/h200.py                                  # everything; half an hour
+    python benchmarks/h200.py --shapes qwen3-30b-a3b --tokens 2048,16384 --candidates bound,op
+
+Candidates: `op` is the fused op alone (routing given), `mok` the Hugging Face block under backend="mok", `hf` the same
+block under Inductor, `hf-graphs` under mode="reduce-overhead" (inference only), `sonic` SonicMoE, `bound` the block's
+matrix products alone, perfectly balanced and gathered, through cuBLAS' batched product. FLOPs: 6 T K H I forward, three
+times that with backward. Writes a line of JSON per measurement and a table. A warm card is slower than a cold one:
+compare only figures of one run.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+from triton.testing import do_bench
+
+SHAPES = {  # H, I, E, K
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "olmoe-1b-7b": (2048, 1024, 64, 8),
+    "wide": (4096, 1024, 128, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+}
+ACTIVATION = "silu(gate) * up"
+GRAPH_TOKENS = 512  # up to here inference is measured as a CUDA graph too
+
+
+def median(run, rep=120):
+    return do_bench(run, warmup=40, rep=rep, return_mode="median")
+
+
+def matmul_rate():
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / median(lambda: a @ b, 80) / 1e9
+
+
+def copy_rate():
+    a = torch.empty(2**30, device="cuda", dtype=torch.bfloat16).normal_()
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9
+
+
+def graph_time(run):
+    """Milliseconds a call takes inside a CUDA graph of several calls."""
+    calls = 8
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return median(graph.replay) / calls
+
+
+def random_ids(tokens, experts, top_k, routing):
+    scores = torch.rand(tokens, experts, device="cuda")
+    if routing == "zipf":  # Gumbel top-k of probabilities 1 / rank
+        scores = -torch.log(-torch.log(scores)) - torch.log(torch.arange(1, experts + 1, device="cuda"))
+    return scores.topk(top_k, 1).indices
+
+
+class Weights:
+    def __init__(self, hidden, inner, experts, top_k):
+        def normal(*shape):
+            return (torch.randn(shape, device="cuda") * 0.02).bfloat16()
+
+        self.sizes = hidden, inner, experts, top_k
+        self.router, self.up = normal(experts, hidden), normal(experts, 2 * inner, hidden)
+        self.down = normal(experts, hidden, inner)
+
+    def block(self):
+        """The Hugging Face block, on these weights."""
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        hidden, inner, experts, top_k = self.sizes
+        config = Qwen3MoeConfig(
+            hidden_size=hidden,
+            moe_intermediate_size=inner,
+            num_experts=experts,
+            num_experts_per_tok=top_k,
+            norm_topk_prob=True,
+        )
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            block = Qwen3MoeSparseMoeBlock(config)
+        block.gate.weight = torch.nn.Parameter(self.router)
+        block.experts.gate_up_proj = torch.nn.Parameter(self.up)
+        block.experts.down_proj = torch.nn.Parameter(self.down)
+        return block
+
+
+def candidate(name, weights, tokens, routing):
+    """(inference, training step or None) of a candidate: functions to be timed. The step ends with all gradients."""
+    hidden, inner, experts, top_k = weights.sizes
+    x = (0.5 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
+    dy = torch.randn_like(x)
+    if name == "op":
+        from mok_compile import ops  # noqa: F401  registers the ops
+        from mok_compile.spec import ExpertsSpec
+
+        how = (ExpertsSpec(ACTIVATION, "concat", "bfloat16").to_json(), "sm90")
+        ids = random_ids(tokens, experts, top_k, routing)
+        scale = torch.rand(tokens, top_k, device="cuda")
+        leaves = [t.detach().requires_grad_() for t in (x, scale, weights.up, weights.down)]
+
+        def infer():
+            with torch.no_grad():
+                return torch.ops.mok.experts_infer(x, ids, scale, [weights.up], [weights.down], [], [], *how)
+
+        def train():
+            a, s, up, down = leaves
+            y = torch.ops.mok.experts(a, ids, s, [up], [down], [], [], *how)[0]
+            torch.autograd.grad(y, leaves, dy)
+
+        return infer, train
+    if name == "bound":
+        rows = max(1, tokens * top_k // experts)
+
+        def normal(columns):
+            return (torch.randn(experts, rows, columns, device="cuda") * 0.05).bfloat16()
+
+        xs, h, a = normal(hidden), normal(2 * inner), normal(inner)
+        up, down = weights.up, weights.down
+
+        def forward():
+            torch.bmm(xs, up.transpose(1, 2))
+            torch.bmm(a, down.transpose(1, 2))
+
+        def both():
+            forward()
+            torch.bmm(xs, down)
+            torch.bmm(h, up)
+            torch.bmm(h.transpose(1, 2), xs)
+            torch.bmm(xs.transpose(1, 2), a)
+
+        return forward, both
+    if routing != "balanced":
+        return None, None  # the others route themselves
+    block = weights.block()
+    if name == "sonic":
+        run = sonic(block, top_k)
+    else:
+        torch._dynamo.reset()
+        how = {"mok": {"backend": "mok"}, "hf": {}, "hf-graphs": {"mode": "reduce-overhead"}}[name]
+        run = torch.compile(block, fullgraph=True, dynamic=False, **how)
+    leaf = x[None].detach().requires_grad_()
+
+    def infer():
+        with torch.no_grad():
+            return run(x[None])
+
+    def train():
+        out = run(leaf)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(dy[None])
+        leaf.grad = None
+        block.zero_grad(set_to_none=True)
+
+    return infer, None if name == "hf-graphs" else train
+
+
+def sonic(block, top_k):
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+    def run(x):
+        up, down = block.experts.gate_up_proj.permute(1, 2, 0), block.experts.down_proj.permute(1, 2, 0)
+        stream = torch.cuda.current_stream().cuda_stream
+        how = (top_k, stream, ActivationType.SWIGLU, not torch.is_grad_enabled(), False, True, True)
+        flat = x.view(-1, x.shape[-1])
+        return moe_TC_softmax_topk_layer(flat, block.gate.weight, up, None, down, None, *how)[0].view(x.shape)
+
+    return run
+
+
+def measure(name, weights, tokens, routing):
+    hidden, inner, _, top_k = weights.sizes
+    flops = 6 * tokens * top_k * hidden * inner
+    start = time.time()
+    infer, train = candidate(name, weights, tokens, routing)
+    if infer is None:
+        return None
+    infer()
+    torch.cuda.synchronize()
+    row = {"first_s": round(time.time() - start, 1)}
+    row["fwd_ms"] = median(infer)
+    if name in ("op", "mok") and tokens <= GRAPH_TOKENS:
+        row["graph_ms"] = graph_time(infer)
+    row["fwd_tflops"] = flops / min(row["fwd_ms"], row.get("graph_ms", 1e9)) / 1e9
+    if train and tokens >= 128:
+        train()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train()
+        row["peak_gb"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        row["both_ms"] = median(train)
+        row["both_tflops"] = 3 * flops / row["both_ms"] / 1e9
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,16,128,512,2048,16384")
+    parser.add_argument("--candidates", default="bound,op,mok,hf,hf-graphs,sonic")
+    parser.add_argument("--routing", default="balanced,zipf", help="zipf concerns `op` alone")
+    parser.add_argument("--out", default=os.environ.get("OUT", "benchmarks/results"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    import transformers
+
+    rows = []
+
+    def emit(**row):
+        rows.append(row)
+        short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        print(json.dumps(short), flush=True)
+        with open(os.path.join(options.out, "h200.jsonl"), "a") as file:
+            file.write(json.dumps(short) + "\n")
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    emit(what="conditions", gpu=torch.cuda.get_device_name(), **versions, dtype="bfloat16")
+    emit(what="copy", tb_per_s=copy_rate() / 1000)
+    for shape in options.shapes.split(","):
+        weights = Weights(*SHAPES[shape])
+        for tokens in map(int, options.tokens.split(",")):
+            emit(what="matmul 8192^3", tflops=matmul_rate())
+            for routing in options.routing.split(","):
+                for name in options.candidates.split(","):
+                    if (name == "hf-graphs" and tokens > GRAPH_TOKENS) or (name != "op" and routing != "balanced"):
+                        continue
+                    try:
+                        row = measure(name, weights, tokens, routing)
+                    except Exception as error:  # a candidate that is missing or fails must not end the run
+                        row = {"error": repr(error)[:300]}
+                    if row:
+                        emit(shape=shape, tokens=tokens, routing=routing, candidate=name, **row)
+        del weights
+        torch.cuda.empty_cache()
+    table(rows)
+
+
+def table(rows):
+    print(
+        f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':10} {'fwd ms':>8} {'graph':>8} {'TFLOP/s':>8} ",
+        end="",
+    )
+    print(f"{'of bound':>8} {'fwd+bwd':>8} {'TFLOP/s':>8} {'of bound':>8} {'peak GB':>8}")
+    bounds = {(r["shape"], r["tokens"]): r for r in rows if r.get("candidate") == "bound" and "fwd_ms" in r}
+    for r in rows:
+        if "fwd_ms" not in r:
+            continue
+        bound = bounds.get((r["shape"], r["tokens"]), {})
+
+        def part(key, width=8, digits=3, r=r):
+            return f"{r[key]:{width}.{digits}f}" if key in r else " " * width
+
+        def ratio(key, r=r, bound=bound):
+            return f"{r[key] / bound[key]:8.3f}" if key in r and key in bound else " " * 8
+
+        print(
+            f"{r['shape']:14} {r['tokens']:6} {r['routing']:9} {r['candidate']:10} {part('fwd_ms')} {part('graph_ms')} ",
+            end="",
+        )
+        print(
+            f"{part('fwd_tflops', digits=0)} {ratio('fwd_tflops')} {part('both_ms')} {part('both_tflops', digits=0)} ",
+            end="",
+        )
+        print(f"{ratio('both_tflops')} {part('peak_gb', digits=2)}")
+
+
+if __name__ == "__main__":
+    main()

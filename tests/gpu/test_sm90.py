@@ -1,0 +1,297 @@
+"""The sm90 engine against the meaning of a spec in float64, next to what PyTorch's own kernels make of it."""
+
+import pytest
+import torch
+
+from mok_compile import reference
+from mok_compile.engines import get
+from mok_compile.reference import Experts
+from mok_compile.spec import ExpertsSpec, dtype_name
+
+pytestmark = pytest.mark.cuda
+
+engine, portable = get("sm90"), get("portable")
+if reason := engine.usable():
+    pytest.skip(f"the sm90 engine does not run here: {reason}", allow_module_level=True)
+
+SILU = "silu(gate) * up"
+OSS = "gate * sigmoid(1.702 * gate) * (clamp(up, -7.0, 7.0) + 1.0)"
+NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+
+
+class Block:
+    """Random operands of one ``mok::experts`` call."""
+
+    def __init__(
+        self,
+        tokens,
+        hidden,
+        inner,
+        experts,
+        top_k,
+        *,
+        layout="concat",
+        activation=SILU,
+        dtype=torch.bfloat16,
+        weights_dtype=torch.float32,
+        out_dtype=None,
+        routing="random",
+        bias=False,
+        seed=0,
+    ):
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape, scale=1.0):
+            return (scale * torch.randn(shape, device="cuda", generator=generator)).to(dtype)
+
+        self.spec = ExpertsSpec(activation, layout, dtype_name(out_dtype or dtype))
+        self.x, self.dy = normal(tokens, hidden, scale=0.5), normal(tokens, hidden).to(out_dtype or dtype)
+        scores = torch.rand(tokens, experts, device="cuda", generator=generator)
+        self.ids = scores.topk(top_k, 1).indices
+        if routing == "one":
+            self.ids = torch.full_like(self.ids, experts // 2)
+        elif routing == "idle":
+            self.ids %= max(1, experts // 3)
+        elif routing == "skewed":
+            self.ids = (scores[:, :top_k] ** 6 * experts).long()
+        elif routing == "sentinel":
+            chance = torch.rand(tokens, top_k, device="cuda", generator=generator)
+            self.ids = torch.where(chance < 0.3, experts, torch.where(chance < 0.5, -1, self.ids))
+        elif routing == "none":
+            self.ids = torch.full_like(self.ids, experts)
+        self.weights = torch.rand(tokens, top_k, device="cuda", generator=generator).to(weights_dtype)
+        parts, columns = {"separate": (2, inner), "single": (1, inner)}.get(layout, (1, 2 * inner))
+        self.up = [normal(experts, columns, hidden, scale=hidden**-0.5) for _ in range(parts)]
+        self.down = [normal(experts, hidden, inner, scale=inner**-0.5)]
+        self.up_bias = [normal(experts, columns, scale=0.1) for _ in range(parts)] if bias else []
+        self.down_bias = [normal(experts, hidden, scale=0.1)] if bias else []
+        self.needs = [True, True, True, True, bias, bias]
+
+    @property
+    def operands(self):
+        return self.x, self.ids, self.weights, self.up, self.down, self.up_bias, self.down_bias
+
+    def forward(self, engine, save=True):
+        return engine.forward(*self.operands, self.spec, save=save)
+
+    def backward(self, engine, saved):
+        return engine.backward(self.dy, *self.operands, *saved, self.spec, self.needs)
+
+    def exact(self):
+        """y, h, the schedule and the gradients in float64."""
+        spec = ExpertsSpec(self.spec.activation, self.spec.layout, "float64")
+        lists = ([t.double() for t in ts] for ts in (self.up, self.down, self.up_bias, self.down_bias))
+        experts = Experts.of(*lists, spec)
+        x, ids, weights = self.x.double(), self.ids, self.weights.double()
+        y, h, plan = reference.forward(x, ids, weights, experts, spec)
+        grads = reference.backward(self.dy.double(), x, ids, weights, experts, h, plan, spec, self.needs)
+        return y, h, plan, grads
+
+    def names(self):
+        lists = ([self.x], [self.weights], self.up, self.down, self.up_bias, self.down_bias)
+        return [name for name, ts, need in zip(NAMES, lists, self.needs, strict=True) if need for _ in ts]
+
+
+def errors(value, exact):
+    """Relative errors of all rows and all columns; an all-zero row or column must be exactly zero. Few elements make no
+    statistics: short rows and columns only count as zero or not."""
+    assert torch.isfinite(value).all()
+    value, exact = value.double().reshape(-1, value.shape[-1]), exact.reshape(-1, exact.shape[-1])
+    found = []
+    for dim in (0, 1):
+        size, off = exact.norm(dim=dim), (value - exact).norm(dim=dim)
+        assert not off[size == 0].any()
+        enough = size > 0 if value.shape[dim] >= 32 else size < 0
+        found.append(off[enough] / size[enough])
+    return found
+
+
+def assert_as_good(name, value, other, exact):
+    """`value` is no further from `exact` than `other`, PyTorch's own result, up to a tenth (a quarter for the worst row
+    and column, which are single draws)."""
+    assert value.shape == exact.shape and value.dtype == other.dtype, name
+    for mine, theirs in zip(errors(value, exact), errors(other, exact), strict=True):
+        if mine.numel() == 0:
+            continue
+        floor = torch.finfo(value.dtype).eps / 4
+        assert mine.mean() <= 1.1 * theirs.mean() + floor, (name, mine.mean(), theirs.mean())
+        assert mine.max() <= 1.25 * theirs.max() + 4 * floor, (name, mine.max(), theirs.max())
+
+
+def poison():
+    """Leaves NaN in the memory that the next allocations get, so that an unwritten output cannot look right."""
+    junk = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 24, 1 << 22, 1 << 18, 1 << 12)]
+    del junk
+
+
+SMALL = [
+    *(dict(sizes=(tokens, 256, 192, 8, 2)) for tokens in (1, 3, 64, 65, 300)),
+    dict(sizes=(5, 64, 64, 4, 2)),
+    dict(sizes=(130, 128, 96, 4, 2)),
+    dict(sizes=(257, 8, 8, 3, 3)),
+    dict(sizes=(257, 1000, 328, 16, 3)),
+    dict(sizes=(100, 136, 1032, 1, 1)),
+    dict(sizes=(100, 256, 128, 4, 4)),
+    dict(sizes=(70, 64, 64, 512, 16)),
+    *(dict(sizes=(501, 512, 264, 16, 4), routing=r) for r in ("one", "idle", "skewed", "sentinel", "none")),
+    dict(sizes=(400, 520, 200, 8, 2), layout="separate"),
+    dict(sizes=(400, 512, 256, 8, 2), layout="separate", bias=True),
+    dict(sizes=(400, 512, 256, 8, 2), layout="single", activation="gelu(up)"),
+    dict(sizes=(400, 512, 232, 8, 2), layout="single", activation="square(relu(up))", bias=True),
+    dict(sizes=(400, 512, 256, 8, 2), bias=True, activation=OSS),
+    dict(sizes=(400, 512, 256, 8, 2), dtype=torch.float16),
+    dict(sizes=(400, 512, 256, 8, 2), weights_dtype=torch.bfloat16),
+    dict(sizes=(400, 512, 256, 8, 2), out_dtype=torch.float32),
+    *(
+        dict(sizes=(200, 256, 128, 4, 2), activation=a)
+        for a in (
+            "gelu(gate) * up",
+            "gelu_tanh(gate) * up",
+            "relu(gate) * up",
+            "sigmoid(gate) * up",
+            "gate * silu(up)",
+            "silu(clamp(gate, -inf, 1.0)) * clamp(up, -1.0, 1.0)",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_as_good_as_torch(case):
+    case = dict(case)
+    block = Block(*case.pop("sizes"), **case)
+    y64, h64, plan, grads64 = block.exact()
+    poison()
+    y, h, order, offsets = block.forward(engine)
+    grads = block.backward(engine, (h, order, offsets))
+    y_torch, *saved = block.forward(portable)
+    grads_torch = block.backward(portable, saved)
+
+    assert torch.equal(order, plan.order) and torch.equal(offsets, plan.offsets)
+    rows = int(offsets[-1])
+    assert not h[rows:].any()
+    assert_as_good("y", y, y_torch, y64)
+    assert_as_good("h", h[:rows], saved[0][:rows], h64[:rows])
+    for name, mine, theirs, exact in zip(block.names(), grads, grads_torch, grads64, strict=True):
+        assert_as_good(f"grad of {name}", mine, theirs, exact)
+    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    for name, grad in zip(block.names(), grads, strict=True):
+        if name in ("up", "down"):
+            assert not grad[counts == 0].any(), "an idle expert's gradient is exactly zero"
+
+
+def test_no_tokens():
+    block = Block(0, 64, 64, 4, 2)
+    y, h, order, offsets = block.forward(engine)
+    assert y.shape == (0, 64) and h.shape == (0, 128) and order.numel() == 0 and not offsets.any()
+    dx, dweights, dup, ddown = block.backward(engine, (h, order, offsets))
+    assert dx.numel() == dweights.numel() == 0 and not dup.any() and not ddown.any()
+
+
+def test_saved_tensors_serve_every_engine():
+    block = Block(300, 256, 192, 8, 2)
+    *_, exact = block.exact()
+    mine, theirs = block.forward(engine)[1:], block.forward(portable)[1:]
+    for name, a, b, e in zip(
+        block.names(), block.backward(portable, mine), block.backward(engine, theirs), exact, strict=True
+    ):
+        assert_as_good(f"grad of {name}", a, block.backward(portable, theirs)[block.names().index(name)], e)
+        assert_as_good(f"grad of {name}", b, block.backward(portable, theirs)[block.names().index(name)], e)
+
+
+def test_same_bits_every_time():
+    block = Block(1500, 512, 384, 16, 4, routing="skewed")
+    first = block.forward(engine)
+    grads = block.backward(engine, first[1:])
+    load = torch.randn(2048, 2048, device="cuda")
+    side = torch.cuda.Stream()
+    for i in range(50):
+        if i % 2:
+            with torch.cuda.stream(side):
+                load @ load
+        again = block.forward(engine)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, again[1:]), strict=True))
+    assert torch.equal(block.forward(engine, save=False)[0], first[0])
+
+
+def test_a_token_does_not_see_its_neighbours():
+    block = Block(600, 512, 384, 16, 4)
+    y = block.forward(engine)[0]
+    x, ids, weights = block.x, block.ids, block.weights
+    for tokens in (slice(0, 1), slice(7, 10), slice(100, 227), slice(300, 600)):
+        block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
+        assert torch.equal(block.forward(engine)[0], y[tokens])
+
+
+def test_another_experts_nan_stays_there():
+    block = Block(200, 256, 192, 4, 1)
+    clean = block.forward(engine)
+    grads = block.backward(engine, clean[1:])
+    bad = block.ids[:, 0] == 1
+    block.x[bad] = float("nan")
+    saved = block.forward(engine)
+    dirty = block.backward(engine, saved[1:])
+    good = [e for e in range(4) if e != 1]
+    assert torch.equal(saved[0][~bad], clean[0][~bad]) and saved[0][bad].isnan().all()
+    assert torch.equal(dirty[0][~bad], grads[0][~bad])
+    for a, b in zip(dirty[2:], grads[2:], strict=True):
+        assert torch.equal(a[good], b[good])
+
+
+def test_graph_capture():
+    block = Block(64, 256, 192, 8, 2)
+    block.forward(engine)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, h, order, offsets = block.forward(engine)
+        grads = block.backward(engine, (h, order, offsets))
+    for seed in (1, 2):
+        other = Block(64, 256, 192, 8, 2, seed=seed)
+        for name in ("x", "ids", "weights", "dy"):
+            getattr(block, name).copy_(getattr(other, name))
+        graph.replay()
+        fresh = block.forward(engine)
+        assert torch.equal(y, fresh[0])
+        assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, fresh[1:]), strict=True))
+
+
+def test_frozen_weights_and_inputs():
+    block = Block(100, 256, 192, 8, 2)
+    saved = block.forward(engine)[1:]
+    everything = block.backward(engine, saved)
+    for i in range(4):
+        block.needs = [j == i for j in range(4)] + [False, False]
+        (only,) = block.backward(engine, saved)
+        assert torch.equal(only, everything[i])
+
+
+@pytest.mark.parametrize("shape", [(2048, 768, 128, 8), (4096, 1024, 32, 8)], ids=str)
+def test_real_sizes(shape):
+    block = Block(4096, *shape)
+    y64, _, _, grads64 = block.exact()
+    y, *saved = block.forward(engine)
+    y_torch, *saved_torch = block.forward(portable)
+    assert_as_good("y", y, y_torch, y64)
+    grads, grads_torch = block.backward(engine, saved), block.backward(portable, saved_torch)
+    for name, mine, theirs, exact in zip(block.names(), grads, grads_torch, grads64, strict=True):
+        assert_as_good(f"grad of {name}", mine, theirs, exact)
+
+
+def test_through_compile():
+    from mok_compile import ops  # noqa: F401  registers the ops
+
+    block = Block(64, 256, 192, 8, 2)
+    x, weights, up, down = (t.requires_grad_() for t in (block.x, block.weights, block.up[0], block.down[0]))
+
+    def run(x, weights, up, down):
+        spec = block.spec.to_json()
+        return torch.ops.mok.experts(x, block.ids, weights, [up], [down], [], [], spec, "sm90")[0]
+
+    eager = run(x, weights, up, down)
+    expected = torch.autograd.grad(eager, (x, weights, up, down), block.dy)
+    compiled = torch.compile(run, fullgraph=True)(x, weights, up, down)
+    found = torch.autograd.grad(compiled, (x, weights, up, down), block.dy)
+    assert torch.equal(eager, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
