@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -291,17 +292,23 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _run_ninja(what: Target, work: Path) -> None:
     (work / "build.ninja").write_text(_ninja_file(what))
-    done = subprocess.run(
+    ninja = subprocess.Popen(
         [_ninja(), "-C", str(work)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     )
-    if done.returncode != 0:
-        log.warning("mok-compile: the compiler's output:\n%s", done.stdout[-4000:])
-        first = next((line for line in done.stdout.splitlines() if "error:" in line), "see the compiler's output")
+    try:
+        output, _ = ninja.communicate()
+    except BaseException:
+        os.killpg(ninja.pid, signal.SIGKILL)  # the compilers too
+        raise
+    if ninja.returncode != 0:
+        log.warning("mok-compile: the compiler's output:\n%s", output[-4000:])
+        first = next((line for line in output.splitlines() if "error:" in line), "see the compiler's output")
         raise BuildError(f"building the {what.name} kernels failed: {first.strip()}")
 
 
