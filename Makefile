@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(ARGS)
@@ -17,6 +17,10 @@ demo: $(INSTALLED)
 # times slower.
 test: $(INSTALLED)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Into build/site. A warning (a dead link, a page that the menu lacks) is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -39,5 +43,5 @@ $(INSTALLED): constraints.txt pyproject.toml setup.py
 	  exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --constraint constraints.txt setuptools
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[test,examples,lint]'
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[test,examples,lint,docs]'
 	touch $@

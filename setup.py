@@ -73,10 +73,12 @@ setup(
             "peft",
             "pytest",
             "pytest-xdist",
+            "tlparse",
             "setuptools>=70.1",  # tests/test_packaging.py builds a wheel in this environment
             "transformers",
         ],
         "lint": ["clang-format", "ruff"],
+        "docs": ["mkdocs", "mkdocs-material"],
     },
     entry_points={"torch_dynamo_backends": ["mok = mok_compile.backend:mok"]},
     # passes/ and csrc/ lie at the top level of a checkout and inside mok_compile/ once installed.

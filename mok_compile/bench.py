@@ -69,12 +69,14 @@ class Block(nn.Module):
         counts = torch.histc(counted, bins=self.experts, min=0, max=self.experts - 1)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
         h = torch._grouped_mm(x[order // self.k], self.up.transpose(1, 2), offs=offsets)
-        gate, up = h.chunk(2, -1)
-        rows = torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), offs=offsets)
+        rows = torch._grouped_mm(self.activate(*h.chunk(2, -1)), self.down.transpose(1, 2), offs=offsets)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
         return rows[inverse].view(-1, self.k, x.shape[-1]).sum(1)
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(gate) * up
 
 
 def run(
