@@ -247,33 +247,29 @@ def main():
     table(rows)
 
 
+COLUMNS = {  # heading: key, digits, whether to set it against the bound
+    "fwd ms": ("fwd_ms", 3, False),
+    "graph ms": ("graph_ms", 4, False),
+    "TFLOP/s": ("fwd_tflops", 0, False),
+    "of bound": ("fwd_tflops", 3, True),
+    "fwd+bwd": ("both_ms", 3, False),
+    "TFLOP/s ": ("both_tflops", 0, False),
+    "of bound ": ("both_tflops", 3, True),
+    "peak GB": ("peak_gb", 2, False),
+}
+
+
 def table(rows):
-    print(
-        f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':10} {'fwd ms':>8} {'graph':>8} {'TFLOP/s':>8} ",
-        end="",
-    )
-    print(f"{'of bound':>8} {'fwd+bwd':>8} {'TFLOP/s':>8} {'of bound':>8} {'peak GB':>8}")
     bounds = {(r["shape"], r["tokens"]): r for r in rows if r.get("candidate") == "bound" and "fwd_ms" in r}
+    print(f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':10}" + "".join(f"{h:>9}" for h in COLUMNS))
     for r in rows:
         if "fwd_ms" not in r:
             continue
-        bound = bounds.get((r["shape"], r["tokens"]), {})
-
-        def part(key, width=8, digits=3, r=r):
-            return f"{r[key]:{width}.{digits}f}" if key in r else " " * width
-
-        def ratio(key, r=r, bound=bound):
-            return f"{r[key] / bound[key]:8.3f}" if key in r and key in bound else " " * 8
-
-        print(
-            f"{r['shape']:14} {r['tokens']:6} {r['routing']:9} {r['candidate']:10} {part('fwd_ms')} {part('graph_ms')} ",
-            end="",
-        )
-        print(
-            f"{part('fwd_tflops', digits=0)} {ratio('fwd_tflops')} {part('both_ms')} {part('both_tflops', digits=0)} ",
-            end="",
-        )
-        print(f"{ratio('both_tflops')} {part('peak_gb', digits=2)}")
+        bound, cells = bounds.get((r["shape"], r["tokens"]), {}), ""
+        for key, digits, against in COLUMNS.values():
+            known = key in r and (not against or key in bound)
+            cells += f"{r[key] / (bound[key] if against else 1):9.{digits}f}" if known else " " * 9
+        print(f"{r['shape']:14} {r['tokens']:6} {r['routing']:9} {r['candidate']:10}{cells}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ LAYOUTS = ("concat", "separate", "single")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
+MAX_SLOTS = 1 << 22  # kRagged in csrc/cuda/sm90/persistent.cuh
 
 
 class Sm90:
@@ -141,11 +142,13 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
 
 def _ops(x, ids, weights, up, down, spec):
     """The library's ops, or None where they cannot run: a graph compiled elsewhere may be run here, and the layout of
-    the weights in memory is known only now."""
+    the weights in memory and the number of tokens are known only now."""
     problem = Problem.of(x, ids, weights, down)
     reason = _unsupported(spec, problem)
     if reason is None and not all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (*up, *down)):
         reason = "it needs contiguous weights [experts, out, in]"
+    if reason is None and ids.numel() > MAX_SLOTS:
+        reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
         try:
             build.load("sm90")

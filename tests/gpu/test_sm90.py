@@ -125,25 +125,25 @@ def poison():
 
 
 SMALL = [
-    *(dict(sizes=(tokens, 256, 192, 8, 2)) for tokens in (1, 3, 64, 65, 300)),
-    dict(sizes=(5, 64, 64, 4, 2)),
-    dict(sizes=(130, 128, 96, 4, 2)),
-    dict(sizes=(257, 8, 8, 3, 3)),
-    dict(sizes=(257, 1000, 328, 16, 3)),
-    dict(sizes=(100, 136, 1032, 1, 1)),
-    dict(sizes=(100, 256, 128, 4, 4)),
-    dict(sizes=(70, 64, 64, 512, 16)),
-    *(dict(sizes=(501, 512, 264, 16, 4), routing=r) for r in ("one", "idle", "skewed", "sentinel", "none")),
-    dict(sizes=(400, 520, 200, 8, 2), layout="separate"),
-    dict(sizes=(400, 512, 256, 8, 2), layout="separate", bias=True),
-    dict(sizes=(400, 512, 256, 8, 2), layout="single", activation="gelu(up)"),
-    dict(sizes=(400, 512, 232, 8, 2), layout="single", activation="square(relu(up))", bias=True),
-    dict(sizes=(400, 512, 256, 8, 2), bias=True, activation=OSS),
-    dict(sizes=(400, 512, 256, 8, 2), dtype=torch.float16),
-    dict(sizes=(400, 512, 256, 8, 2), weights_dtype=torch.bfloat16),
-    dict(sizes=(400, 512, 256, 8, 2), out_dtype=torch.float32),
+    *({"sizes": (tokens, 256, 192, 8, 2)} for tokens in (1, 3, 64, 65, 300)),
+    {"sizes": (5, 64, 64, 4, 2)},
+    {"sizes": (130, 128, 96, 4, 2)},
+    {"sizes": (257, 8, 8, 3, 3)},
+    {"sizes": (257, 1000, 328, 16, 3)},
+    {"sizes": (100, 136, 1032, 1, 1)},
+    {"sizes": (100, 256, 128, 4, 4)},
+    {"sizes": (70, 64, 64, 512, 16)},
+    *({"sizes": (501, 512, 264, 16, 4), "routing": r} for r in ("one", "idle", "skewed", "sentinel", "none")),
+    {"sizes": (400, 520, 200, 8, 2), "layout": "separate"},
+    {"sizes": (400, 512, 256, 8, 2), "layout": "separate", "bias": True},
+    {"sizes": (400, 512, 256, 8, 2), "layout": "single", "activation": "gelu(up)"},
+    {"sizes": (400, 512, 232, 8, 2), "layout": "single", "activation": "square(relu(up))", "bias": True},
+    {"sizes": (400, 512, 256, 8, 2), "bias": True, "activation": OSS},
+    {"sizes": (400, 512, 256, 8, 2), "dtype": torch.float16},
+    {"sizes": (400, 512, 256, 8, 2), "weights_dtype": torch.bfloat16},
+    {"sizes": (400, 512, 256, 8, 2), "out_dtype": torch.float32},
     *(
-        dict(sizes=(200, 256, 128, 4, 2), activation=a)
+        {"sizes": (200, 256, 128, 4, 2), "activation": a}
         for a in (
             "gelu(gate) * up",
             "gelu_tanh(gate) * up",
@@ -284,10 +284,10 @@ def test_through_compile():
 
     block = Block(64, 256, 192, 8, 2)
     x, weights, up, down = (t.requires_grad_() for t in (block.x, block.weights, block.up[0], block.down[0]))
+    ids, spec = block.ids, block.spec.to_json()
 
     def run(x, weights, up, down):
-        spec = block.spec.to_json()
-        return torch.ops.mok.experts(x, block.ids, weights, [up], [down], [], [], spec, "sm90")[0]
+        return torch.ops.mok.experts(x, ids, weights, [up], [down], [], [], spec, "sm90")[0]
 
     eager = run(x, weights, up, down)
     expected = torch.autograd.grad(eager, (x, weights, up, down), block.dy)

@@ -104,13 +104,37 @@ struct Forward {
     }
   }
 
+  // Adds the bias of the tile's columns; a gated tile has those of up[0] in its first half and those of up[1] after it.
+  template <int kHalves>
+  static __device__ __forceinline__ void add_up_bias(const Params& p, const Task& task, Accumulators<kHalves>& acc,
+                                                     const Warp& warp) {
+    if (kPlain || !p.up_bias[0]) return;
+    constexpr int kBlocks = kWidth / 8;
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+      const T* const bias = p.up_bias[j / kBlocks] + task.expert * p.up_bias_stride;
+      const float2 more = bias_pair(bias, task.column + j % kBlocks * 8 + warp.lane() % 4 * 2, p.inner);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          acc[half][4 * j + 2 * r] += more.x;
+          acc[half][4 * j + 2 * r + 1] += more.y;
+        }
+      }
+    }
+  }
+
   // The activation sees h as it is rounded for saving, so that backward finds the same value.
   template <int kHalves>
   static __device__ __forceinline__ void finish_gated(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                       const Warp& warp) {
+    constexpr int kBlocks = kTileN / 16;  // of gate, and as many of up
     const Gate<kPlain> gate{p.activation};
     const int room = p.inner - task.column - warp.line_column();
-    const int64_t bias_at = task.expert * p.up_bias_stride;
+    Rounded<kHalves> h;
+    add_up_bias<kHalves>(p, task, acc, warp);
+    round_tile<T, kHalves>(acc, h);
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
@@ -122,22 +146,8 @@ struct Forward {
 #pragma unroll
       for (int piece = 0; piece < 3; ++piece) {
         const int lines = room > piece * 32 ? rows : 0;
-        uint32_t g[8], u[8];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          float2 add_g = make_float2(0.0f, 0.0f), add_u = add_g;
-          if (!kPlain && p.up_bias[0]) {
-            const int at = task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2;
-            add_g = bias_pair(p.up_bias[0] + bias_at, at, p.inner);
-            add_u = bias_pair(p.up_bias[1] + bias_at, at, p.inner);
-          }
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float* const v = &acc[0][(piece * 4 + b) * 4 + r * 2];
-            g[2 * b + r] = Pair<T>::pack(v[0] + add_g.x, v[1] + add_g.y);
-            u[2 * b + r] = Pair<T>::pack(v[kAccumulators / 2] + add_u.x, v[kAccumulators / 2 + 1] + add_u.y);
-          }
-        }
+        const uint32_t* const g = &h[0][piece * 8];
+        const uint32_t* const u = &h[0][2 * kBlocks + piece * 8];
         if (p.h) {
           __syncwarp();
           warp.put<0>(g);
@@ -146,17 +156,18 @@ struct Forward {
           warp.store<0>(to_h + piece * 32, 2 * p.inner, lines);
           warp.store<1>(to_h + p.inner + piece * 32, 2 * p.inner, lines);
         }
+        uint32_t a[8];
 #pragma unroll
-        for (int b = 0; b < 8; ++b) {
-          const float2 gg = Pair<T>::unpack(g[b]), uu = Pair<T>::unpack(u[b]);
-          g[b] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
+        for (int i = 0; i < 8; ++i) {
+          const float2 gg = Pair<T>::unpack(g[i]), uu = Pair<T>::unpack(u[i]);
+          a[i] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
         }
         __syncwarp();
-        warp.put<0>(g);
+        warp.put<0>(a);
         __syncwarp();
         warp.store<0>(to_a + piece * 32, p.inner, lines);
       }
-      next_half<kHalves>(acc);
+      next_half<kHalves>(h);
     }
   }
 
@@ -165,7 +176,9 @@ struct Forward {
                                                        const Warp& warp) {
     const Gate<kPlain> gate{p.activation};
     const int room = p.inner - task.column - warp.line_column();
-    const int64_t bias_at = task.expert * p.up_bias_stride;
+    Rounded<kHalves> h;
+    add_up_bias<kHalves>(p, task, acc, warp);
+    round_tile<T, kHalves>(acc, h);
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
@@ -175,31 +188,20 @@ struct Forward {
 #pragma unroll
       for (int piece = 0; piece < 6; ++piece) {
         const int lines = room > piece * 32 ? rows : 0;
-        uint32_t h[8];
+        uint32_t a[8];
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          float2 add = make_float2(0.0f, 0.0f);
-          if (p.up_bias[0])
-            add = bias_pair(p.up_bias[0] + bias_at, task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2, p.inner);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float* const v = &acc[0][(piece * 4 + b) * 4 + r * 2];
-            h[2 * b + r] = Pair<T>::pack(v[0] + add.x, v[1] + add.y);
-          }
+        for (int i = 0; i < 8; ++i) {
+          const float2 v = Pair<T>::unpack(h[0][piece * 8 + i]);
+          a[i] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
         }
         __syncwarp();
-        if (p.h) warp.put<0>(h);
-#pragma unroll
-        for (int b = 0; b < 8; ++b) {
-          const float2 v = Pair<T>::unpack(h[b]);
-          h[b] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
-        }
-        warp.put<1>(h);
+        if (p.h) warp.put<0>(&h[0][piece * 8]);
+        warp.put<1>(a);
         __syncwarp();
         if (p.h) warp.store<0>(p.h + at + piece * 32, p.inner, lines);
         warp.store<1>(p.a_out + at + piece * 32, p.inner, lines);
       }
-      next_half<kHalves>(acc);
+      next_half<kHalves>(h);
     }
   }
 };

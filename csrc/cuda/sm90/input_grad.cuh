@@ -63,6 +63,9 @@ struct DownGrad {
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
+    // da is rounded here, as PyTorch's own product would be.
+    Rounded<kHalves> rounded;
+    round_tile<T, kHalves>(acc, rounded);
     const Gate<kPlain> gate{p.activation};
     const int columns = kGated ? 2 * p.inner : p.inner;
     const int room = p.inner - task.column - warp.line_column();
@@ -101,13 +104,13 @@ struct DownGrad {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int r = i % 2;
-            const float* const da = &acc[0][(piece.value * 4 + c * 2 + i / 2) * 4 + r * 2];
+            const float2 da = Pair<T>::unpack(rounded[0][(piece.value * 4 + c * 2 + i / 2) * 2 + r]);
             const float2 uu = Pair<T>::unpack(u[i]);
             const float2 gg = kGated ? Pair<T>::unpack(g[i]) : uu;
             const Derivatives x = kGated ? gate.derivatives(gg.x, uu.x) : gate.derivatives(uu.x);
             const Derivatives y = kGated ? gate.derivatives(gg.y, uu.y) : gate.derivatives(uu.y);
-            score[r] += da[0] * x.value + da[1] * y.value;
-            const float dx = da[0] * weight[r], dy = da[1] * weight[r];
+            score[r] += da.x * x.value + da.y * y.value;
+            const float dx = da.x * weight[r], dy = da.y * weight[r];
             if (kGated) g[i] = Pair<T>::pack(dx * x.dgate, dy * y.dgate);
             u[i] = Pair<T>::pack(dx * x.dup, dy * y.dup);
             a[4 * c + i] = Pair<T>::pack(x.value * weight[r], y.value * weight[r]);
@@ -137,7 +140,7 @@ struct DownGrad {
         if (warp.lane() % 4 == 0 && rows > 8 * r)
           p.dscore[static_cast<int64_t>(task.column / kTileN) * p.slots + row + 8 * r] = score[r];
       }
-      next_half<kHalves>(acc);
+      next_half<kHalves>(rounded);
     }
   }
 };

@@ -159,7 +159,7 @@ struct Warp {
     ptx::load_matrices(cell + kNumber * kPatch + half * 32, fragment);
   }
   template <int kNumber>
-  __device__ __forceinline__ void put(const uint32_t (&fragment)[8]) const {
+  __device__ __forceinline__ void put(const uint32_t* fragment) const {
     put<kNumber>(0, fragment);
     put<kNumber>(1, fragment + 4);
   }
@@ -184,12 +184,25 @@ struct Warp {
 template <int kHalves>
 using Accumulators = float[kHalves][kAccumulators];
 
-// An epilogue that loops over the halves works on acc[0] and moves the other half there: half the code, and the
-// compiler does not keep values of both halves at once, for which there are no registers.
+// The same rounded to pairs of 16-bit elements: element 2 * j + r holds block j of 8 columns, rows 8 * r to 8 * r + 7.
+// As floats the accumulators leave an epilogue no registers to work with.
 template <int kHalves>
-__device__ __forceinline__ void next_half(Accumulators<kHalves>& acc) {
+using Rounded = uint32_t[kHalves][kAccumulators / 2];
+
+template <class T, int kHalves>
+__device__ __forceinline__ void round_tile(const Accumulators<kHalves>& acc, Rounded<kHalves>& to) {
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) acc[0][i] = acc[kHalves - 1][i];
+  for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+    for (int i = 0; i < kAccumulators / 2; ++i) to[half][i] = Pair<T>::pack(acc[half][2 * i], acc[half][2 * i + 1]);
+}
+
+// An epilogue that loops over the halves works on the first and moves the other one there: half the code, and the
+// compiler does not keep values of both at once.
+template <int kHalves>
+__device__ __forceinline__ void next_half(Rounded<kHalves>& values) {
+#pragma unroll
+  for (int i = 0; i < kAccumulators / 2; ++i) values[0][i] = values[kHalves - 1][i];
 }
 
 // Tile `number` of a grid of `rows` x `columns` tiles: groups of 8 rows, inside a group rows first, so that the tiles

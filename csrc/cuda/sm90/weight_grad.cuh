@@ -59,49 +59,51 @@ struct WeightGrad {
     }
   };
 
-  // One thread's share of each step's 64 gathered rows, in groups of 64 columns. The rows of a step are looked up one
-  // step ahead.
+  // One thread's share of each step's 64 gathered rows, in groups of 64 columns. A look-up of rows takes as long as a
+  // step or two, so a warp looks up its rows of four steps at once, four steps ahead: lane l those of row l % 4 of its
+  // own four, and of place l / 4.
   struct Gather {
-    static constexpr int kRows = (kTileK + GatherPlace::kStride - 1) / GatherPlace::kStride;
+    static constexpr int kStride = GatherPlace::kStride, kRows = (kTileK + kStride - 1) / kStride, kBatch = 4;
+    static_assert(kRows * 4 <= 32, "a lane for each of the warp's rows of a step");
 
     GatherPlace place;
-    bool last;                       // whether the last of the rows lies in the stage
-    const T* data;                   // at this thread's first column
-    int inside;                      // groups of this thread that exist
-    int row, end;                    // this thread's first row of the next step, end of the expert's
-    int token[kRows], later[kRows];  // of the next step and of the one after it; negative: none
+    bool last;      // whether the last of the rows lies in the stage
+    const T* data;  // at this thread's first column
+    int inside;     // groups of this thread that exist
+    int row, end;   // the row that this lane looks up next, end of the expert's
+    int token[kBatch], later[kBatch];
 
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread) : place(thread) {
       const int first = thread / 8, column = (kLeftGathered ? task.row : task.column) + thread % 8 * 8;
-      last = first + (kRows - 1) * GatherPlace::kStride < kTileK;
+      last = first + (kRows - 1) * kStride < kTileK;
       data = p.gathered + column;
       inside = (p.gathered_columns - column + 63) / 64;
-      row = task.extra + first;
+      row = task.extra + thread / 32 * 4 + thread % 4 + thread % 32 / 4 * kStride;
       end = p.plan.offsets[task.expert];
-      look_up(p, 0, token);
-      look_up(p, kTileK, later);
+      look_up(p, token);
+      look_up(p, later);
     }
-    __device__ __forceinline__ void look_up(const Params& p, int ahead, int (&to)[kRows]) const {
+    __device__ __forceinline__ void look_up(const Params& p, int (&to)[kBatch]) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i, row += kTileK) to[i] = row < end ? p.plan.token[row] : -1;
+    }
+    __device__ __forceinline__ void step(const Params& p, const Task&, int step, uint32_t stage) {
+      const int at = step % kBatch;
+      const int own = at < 2 ? (at == 0 ? token[0] : token[1]) : (at == 2 ? token[2] : token[3]);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const int r = row + ahead + j * GatherPlace::kStride;
-        to[j] = r < end ? p.plan.token[r] : -1;
-      }
-    }
-    __device__ __forceinline__ void step(const Params& p, const Task&, int, uint32_t stage) {
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
+        const int from = __shfl_sync(~0u, own, j * 4 + threadIdx.x % 32 / 8);
         if (j == kRows - 1 && !last) break;
-        const T* const from = data + static_cast<int64_t>(max(token[j], 0)) * p.gathered_columns;
+        const T* const at = data + static_cast<int64_t>(max(from, 0)) * p.gathered_columns;
 #pragma unroll
         for (int g = 0; g < kGatheredGroups; ++g)
-          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), from + g * 64,
-                      token[j] >= 0 && g < inside ? 16 : 0);
+          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), at + g * 64, from >= 0 && g < inside ? 16 : 0);
       }
-      row += kTileK;
+      if (at == kBatch - 1) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) token[j] = later[j];
-      look_up(p, kTileK, later);
+        for (int i = 0; i < kBatch; ++i) token[i] = later[i];
+        look_up(p, later);
+      }
     }
   };
 
