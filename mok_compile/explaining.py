@@ -12,10 +12,16 @@ import torch
 from torch import fx
 
 from mok_compile import dump
+from mok_compile.integrations import transformers
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
 from mok_compile.report import Report, Site
+
+_BREAK = "graph break:"
+_LOOP = "these experts run one by one in a Python loop, which breaks the graph"
+_UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
+_NOT_GROUPED = "these experts are computed without a matmul by expert, so that there is nothing to start a proof from"
 
 
 def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[..., Report]:
@@ -26,6 +32,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
     ``mok.strict`` is not applied.
     """
     mine, _ = split(options)
+    transformers.watch()
 
     def run(*args: Any, **kwargs: Any) -> Report:
         collector = Collector(mine)
@@ -44,7 +51,10 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
 
 
 class Collector:
-    """A backend that analyses a copy of each graph and runs the graph as it is."""
+    """A backend that analyses a copy of each graph and runs the graph as it is. It goes by the name of the real one:
+    bridges to other libraries act for that name only."""
+
+    compiler_name = "mok"
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
@@ -65,18 +75,18 @@ class Collector:
     def add_unseen(self, model: torch.nn.Module) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them."""
         located = [site.location.split(" ")[0] for site in self.report.sites]
+        broke = any(note.startswith(_BREAK) for note in self.report.notes)
         for path, owner in _experts(model):
             if any(place == path or place.startswith(path + ".") for place in located):
                 continue
             forward = inspect.unwrap(type(owner).forward)
             code, first = inspect.getsourcelines(forward)
             file = forward.__code__.co_filename
-            if any((file, line) in self._lines for line in range(first, first + len(code))):
-                detail = (
-                    "these experts run one by one in a Python loop, which breaks the graph; no grouped matmul is seen"
-                )
+            seen = any((file, line) in self._lines for line in range(first, first + len(code)))
+            if seen or broke:  # Dynamo gives a function up altogether if its graph breaks in a loop
                 where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
-                self.report.sites.append(Site("missed", "data-dependent", detail, where))
+                reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
+                self.report.sites.append(Site("missed", reason, detail, where))
 
 
 def _experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -100,7 +110,7 @@ def broken_graphs(report: Report) -> Iterator[None]:
         if count > before.get(reason, 0):
             said = " ".join(line.strip() for line in reason.split("Developer debug context")[0].splitlines())
             said = said.replace("Explanation:", "-").replace("Hint:", "Hint:").strip()
-            report.notes.append(f"graph break: {said}")
+            report.notes.append(f"{_BREAK} {said}")
 
 
 @contextlib.contextmanager

@@ -41,8 +41,9 @@ ROLES = {
 
 def role_of(fact: Fact | None) -> str | None:
     """The part of a block that a value with this fact belongs to; None if the fact does not tell."""
-    if isinstance(fact, Grid):
-        return "combine" if isinstance(fact.rows, Pointwise) else "dispatch"
+    about = getattr(fact, "rows", None)  # the same rows in another shape
+    if about is not None and not isinstance(fact, (Pointwise, Combined)):
+        return "combine" if isinstance(fact, Grid) and isinstance(about, Pointwise) else role_of(about)
     if isinstance(fact, Combined):
         return "combine"
     if isinstance(fact, Pointwise):
@@ -66,48 +67,57 @@ class Words:
             returned.setdefault(view.value(node), node.name)
         self._names |= returned
 
-    def name(self, value: Value | None) -> str:
+    def name(self, value) -> str:
+        """The node that `value` is called by; of a stack of matrices, that of the tensor that holds them."""
+        value = getattr(value, "stored", value)
+        if isinstance(value, (tuple, list)) and value:
+            return f"{self.name(value[0])} and {len(value) - 1} more" if len(value) > 1 else self.name(value[0])
         return self._names.get(value, repr(value)) if value is not None else "the ids"
 
     def fact(self, fact: Fact | None) -> str:
         """One phrase; empty when nothing is known."""
         name = self.name
         match fact:
+            case None:
+                return ""
             case Iota():
                 return "0, 1, 2, ..."
-            case Full(number):
+            case Full(number=number):
                 return f"{number:g} everywhere"
-            case Expert(ids, order, clamped):
+            case Expert(ids=ids, order=order, clamped=clamped):
                 limited = ", limited to valid experts" if clamped else ""
                 return f"expert of each row, {order} order, from {name(ids)}{limited}"
-            case Perm(ids):
+            case Perm(ids=ids):
                 return f"slot at each sorted position of {name(ids)}"
-            case Inverse(ids):
+            case Inverse(ids=ids):
                 return f"sorted position of each slot of {name(ids)}"
-            case Token(ids, order, k):
+            case Token(order=order, k=k):
                 return f"token of each row, {order} order, {k} rows a token"
-            case Counts(ids, experts):
+            case Counts(ids=ids, num_experts=experts):
                 return f"rows of each of {experts} experts, from {name(ids)}"
-            case Offsets(ids, experts):
+            case Offsets(ids=ids, num_experts=experts):
                 return f"end of the rows of each of {experts} experts, from {name(ids)}"
             case NoRoute(negated=negated):
                 return f"{'False' if negated else 'True'} where a row belongs to no expert"
-            case RowWeight(weights, _, order):
+            case RowWeight(weights=weights, order=order):
                 return f"routing weight of each row, {order} order, from {name(weights)}"
-            case BiasRows(bias, _, order):
+            case BiasRows(bias=bias, order=order):
                 return f"bias {name(bias)} of each row's expert, {order} order"
-            case Rows(x, k, _, order, weight):
+            case Rows(x=x, k=k, order=order, weight=weight):
                 times = f" times routing weight {name(weight)}" if weight is not None else ""
                 return f"rows of {name(x)}, each {k} times, {order} order{times}"
             case Pointwise(order=order, weight=weight):
                 times = f", times routing weight {name(weight)}" if weight is not None else ""
                 return f"{self._expression(fact)}, {order} order{times}"
-            case Grid(rows):
+            case Grid(rows=rows):
                 return f"[token, k, ...] of: {self.fact(rows)}"
-            case Combined(rows, base):
+            case Combined(rows=rows, base=base):
                 onto = f", added onto {name(base)}" if base is not None else ""
                 return f"sum of each token's rows of {self.fact(rows)}{onto}"
-        return ""
+        # A fact without words of its own here is described by what its class says of itself, and what it is about.
+        about = getattr(fact, "rows", None)
+        said = (type(fact).__doc__ or type(fact).__name__).strip().splitlines()[0].rstrip(".")
+        return f"{said}: {self.fact(about)}" if isinstance(about, Fact) else said
 
     def _expression(self, fact: Pointwise) -> str:
         if fact.bare is not None:
@@ -170,10 +180,11 @@ def _is_value(a) -> bool:
 def roles(region: frozenset[fx.Node] | set[fx.Node], view: View, facts) -> dict[fx.Node, str]:
     """The part of a block that each node of its region belongs to; helpers go with what they help."""
     found: dict[fx.Node, str] = {}
+    own = {value for node in region for value in view.made[node]}
     for node in sorted(region, key=view.positions.__getitem__):
         value = view.value(node)
         role = role_of(facts.of(value)) if value is not None else None
-        if value in facts.broken:
+        if value in facts.broken and facts.broken[value].at in own:  # not spoiled by a miss further up
             role = "unproven"
         if role is not None:
             found[node] = role
