@@ -26,7 +26,6 @@ from mok_compile.passes.facts import (
     Slim,
     Weight,
 )
-from mok_compile.passes.loops import cut_loops
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -98,17 +97,8 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
 
 def analyse(graph: fx.Graph) -> Analysis:
     """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
-    cut = [
-        Miss(
-            (node,),
-            "data-dependent",
-            "the expert ids leave the graph here: a Python loop over the experts follows",
-            node,
-        )
-        for node in cut_loops(graph)
-    ]
     if not any(map(_may_anchor, graph.nodes)):
-        return Analysis(None, [], cut)
+        return Analysis(None, [], [])
     register_foreign()
     view = View(graph)
     facts = Facts(view)
@@ -122,7 +112,7 @@ def analyse(graph: fx.Graph) -> Analysis:
                 broken[anchor] = (stop, final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
-    return Analysis(view, blocks, [*cut, *_misses(rest, broken, view, facts)], facts)
+    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
