@@ -5,10 +5,10 @@
     python benchmarks/compile_time.py --profile 32                 cProfile of the passes alone on a graph of 32 layers
 
 Every measurement is a process of its own that starts with an empty Inductor cache ("fresh"), or with the one that the
-process before it filled ("warm"). What is measured is the first call (in training with its backward): Dynamo, our passes,
-AOTAutograd, Inductor and C++ compilation; the passes are the time inside `fuse`. Seconds are CPU seconds of the process
-and its compilers, which other work on the machine changes little; wall-clock seconds are in the JSON too. The kernels of
-the engine are built before.
+process before it filled ("warm"). What is measured is the first call (in training with its backward): Dynamo, our
+passes, AOTAutograd, Inductor and C++ compilation; the passes are the time inside `fuse`. Seconds are CPU seconds of the
+process and its compilers, which other work on the machine changes little; wall-clock seconds are in the JSON too. The
+kernels of the engine are built before.
 """
 
 import argparse

@@ -227,7 +227,7 @@ def readme_section(rows: dict[str, dict]) -> str:
         ]
         lines += [
             "",
-            "The others, by reason (the codes are explained under [A block was not fused](#a-block-was-not-fused)):",
+            "The others, by reason code:",
         ]
         lines += ["", *(f"- {reason}: {listed(names)}" for reason, names in sorted(groups.items()))]
         parts.append("\n".join(lines))
