@@ -76,7 +76,7 @@ class Collector:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them."""
         located = [site.location.split(" ")[0] for site in self.report.sites]
         broke = any(note.startswith(_BREAK) for note in self.report.notes)
-        for path, owner in _experts(model):
+        for path, owner in _experts(model).items():
             if any(place == path or place.startswith(path + ".") for place in located):
                 continue
             forward = inspect.unwrap(type(owner).forward)
@@ -89,15 +89,16 @@ class Collector:
                 self.report.sites.append(Site("missed", reason, detail, where))
 
 
-def _experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that look like the experts of a block, with their paths; of a list of experts, the module around it."""
+def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules that look like the experts of a block, by path; for a list of experts, the module around it."""
+    found = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList):
-            owner = path.rpartition(".")[0]
-            if path.endswith("experts") and owner:
-                yield owner, model.get_submodule(owner)
+        owner = path.rpartition(".")[0]
+        if isinstance(module, torch.nn.ModuleList) and path.endswith("experts") and owner:
+            found[owner] = model.get_submodule(owner)
         elif type(module).__name__.endswith("Experts") and path:
-            yield path, module
+            found[path] = module
+    return found
 
 
 @contextlib.contextmanager
