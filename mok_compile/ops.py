@@ -180,3 +180,10 @@ def _experts_backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None
 
 register_flop_formula([torch.ops.mok.experts, torch.ops.mok.experts_infer])(_experts_flops)
 register_flop_formula(torch.ops.mok.experts_backward)(_experts_backward_flops)
+
+
+def is_ours(target) -> bool:
+    """Whether the target of a graph node is a ``mok::`` op, as an overload or as the packet that user code calls."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "mok"
+    return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.startswith("mok::")

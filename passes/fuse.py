@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mok_compile import ops  # noqa: F401  registers the ops that the substitution inserts
+from mok_compile import ops
 from mok_compile.options import Options
 from mok_compile.passes.checkpoint import translate_policy
 from mok_compile.passes.rules import Break
@@ -18,6 +18,7 @@ from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
 from mok_compile.passes.verify import verify
 from mok_compile.report import Site
+from mok_compile.spec import ExpertsSpec
 
 log = logging.getLogger("mok_compile")
 
@@ -29,12 +30,14 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
     checkpointed regions are fused too; other higher-order ops are left alone. With `watched` each site carries its
     slice of the graph and what was proven there.
     """
-    found = analyse(gm.graph)
+    direct = [_direct(node) for node in gm.graph.nodes if ops.is_ours(node.target)]
+    found = _analyse(gm)
     slices = _slices(gm, found) if watched else {}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     became = [(miss, miss.at, _missed(miss)) for miss in found.misses]
     became += [(block, block.final, site) for block, site in _replace(gm, found, inputs, options)]
     sites = []
+    became += direct
     for what, node, site in became:
         site.slice = slices.get(what)
         sites.append((order[node], site))
@@ -48,6 +51,22 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
                 translate_policy(body)
             sites += [(order[node], site) for site in inner]
     return [site for _, site in sorted(sites, key=lambda pair: pair[0])]
+
+
+def _analyse(gm: fx.GraphModule) -> Analysis:
+    """The sites of a graph. A bug of ours must not end the user's compile: the graph then stays as it is, loudly."""
+    try:
+        return analyse(gm.graph)
+    except Exception:
+        log.warning("mok-compile: this graph could not be analysed and is left unfused; please report", exc_info=True)
+        return Analysis(None, [], [])
+
+
+def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
+    """A block that was the op already when Dynamo traced it: the experts implementation "mok", or a user's own call."""
+    spec, engine = node.args[7:9]
+    detail = "the model calls the op itself"
+    return None, node, Site("fused", None, detail, location(node), ExpertsSpec.from_json(spec), engine, node=node.name)
 
 
 def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
@@ -132,9 +151,5 @@ def location(node: fx.Node, at: fx.Node | None = None) -> str:
 
 def uses_ops(gm: torch.nn.Module) -> bool:
     """Whether `gm` or one of its subgraphs calls a ``mok::`` op."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mok"
-        for module in gm.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-    )
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    return any(ops.is_ours(node.target) for graph in graphs for node in graph.nodes)

@@ -26,6 +26,7 @@ from mok_compile.passes.facts import (
     Slim,
     Weight,
 )
+from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -98,11 +99,13 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
 def analyse(graph: fx.Graph) -> Analysis:
     """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
     if not any(map(_may_anchor, graph.nodes)):
-        return Analysis(None, [], [])
+        return Analysis(None, [], _cut_off(graph))
     register_foreign()
     view = View(graph)
     facts = Facts(view)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
+    if not anchors:
+        return Analysis(view, [], _cut_off(graph), facts)
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:
@@ -113,6 +116,13 @@ def analyse(graph: fx.Graph) -> Analysis:
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
     return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
+
+
+def _cut_off(graph: fx.Graph) -> list[Miss]:
+    """The miss of a graph that holds a router, but no experts."""
+    router = loop_behind(graph)
+    detail = "the expert ids leave the graph here: a Python loop over the experts follows"
+    return [] if router is None else [Miss((router,), "data-dependent", detail, router)]
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:

@@ -58,13 +58,17 @@ def _for_us() -> bool:
     """Whether the backend that Dynamo traces for is ours, and enabled."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    from mok_compile.options import split
+    from mok_compile.options import Options, split
 
-    backend = InstructionTranslator.current_tx().output.compiler_fn
-    backend = getattr(backend, "_torchdynamo_orig_backend", backend)
+    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
+    backend = getattr(compiler, "compiler_fn", compiler)
     if getattr(backend, "compiler_name", None) != "mok":
         return False
-    return split((getattr(backend, "kwargs", None) or {}).get("options"))[0].enabled
+    options = getattr(backend, "options", None)  # of `explain`, which has parsed them already
+    if not isinstance(options, Options):
+        options, _ = split((getattr(compiler, "kwargs", None) or {}).get("options"))
+    return options.enabled
 
 
 def experts_forward(

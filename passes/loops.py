@@ -1,0 +1,48 @@
+"""Expert loops that Python runs outside of any graph: named, since nothing of them is left to fuse.
+
+The loop asks which experts were hit, so the graph breaks there. What Dynamo still hands over is the router, whose
+expert numbers leave the graph: that is what is looked for, in graphs without any experts of their own.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+_ROUTING = ("router", "moe", "expert", "gate", "mixture")
+
+
+def loop_behind(graph: fx.Graph) -> fx.Node | None:
+    """The top-k of a router whose expert numbers leave `graph`; None where there is none."""
+    if not any(word in str(entry).lower() for node in graph.nodes for entry in _modules(node) for word in _ROUTING):
+        return None
+    for node in graph.nodes:
+        if _name(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user)):
+            return node
+    return None
+
+
+def _modules(node: fx.Node) -> list:
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
+def _picks_indices(node: fx.Node) -> bool:
+    return _name(node) == "getitem" and node.args[1] == 1
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether `node`, or something that holds the same integers in another form, is an output of the graph."""
+    seen, pending = set(), [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            example = user.meta.get("example_value")
+            integer = getattr(example, "dtype", None) is not None and not example.dtype.is_floating_point
+            if integer and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
