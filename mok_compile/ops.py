@@ -9,7 +9,7 @@ Shapes (legend in `mok_compile.spec`): x [T, H]; ids [T, K] integer; weights [T,
 without the last dimension, or empty lists. x, up and down share one dtype. Saved for backward: h [S, N] (N = 2I, or I
 ungated), order [S] and offsets [E] int32: shapes that do not depend on the routing.
 
-Autocast does not cast here: the op stands for a graph whose casts are explicit.
+Autocast does not cast here, and not inside: the op stands for a graph whose casts are explicit.
 """
 
 from __future__ import annotations
@@ -67,20 +67,23 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
 def _experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
-    return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=True)
+    with torch._C._DisableAutocast():
+        return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=True)
 
 
 def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
-    return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=False)[0]
+    with torch._C._DisableAutocast():
+        return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=False)[0]
 
 
 def _experts_backward(dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, engine, needs):
     spec = ExpertsSpec.from_json(spec)
-    return engines.get(engine).backward(
-        dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
-    )
+    with torch._C._DisableAutocast():
+        return engines.get(engine).backward(
+            dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
+        )
 
 
 def _experts_fake(x, ids, weights, up, down, up_bias, down_bias, spec, engine):

@@ -279,3 +279,13 @@ def test_gradients_come_in_the_layout_of_their_weights():
     _, grads = problem.gradients(problem.op)
     assert grads["up 0"].stride() == problem.up[0].stride()
     assert grads["down 0"].is_contiguous()
+
+
+def test_autocast_does_not_reach_inside():
+    problem = Problem(bias=True, dtype=torch.float32)
+    wanted, wanted_grads = problem.gradients(problem.op)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, found_grads = problem.gradients(problem.op)
+    assert torch.equal(found, wanted)
+    for name, grad in wanted_grads.items():
+        assert torch.equal(found_grads[name], grad), name

@@ -1,0 +1,151 @@
+"""The forms that Hugging Face blocks take on a GPU, rebuilt without one.
+
+On CUDA the counts come from `histc` over integers, ids without expert are masked always and in place, and a query of
+the device's capability stands in the graph. The graphs are written down on fake tensors of the meta device, which takes
+integers too; once fused, they hold nothing that the CPU cannot run, so that their numbers can be compared with the same
+block in its CPU form.
+"""
+
+import torch
+from blocks import EXPERTS, HIDDEN, TOKENS, Fixed, GptOss, K, routing, tokens
+from harness import assert_close
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mok_compile.options import Options
+from mok_compile.passes.fuse import fuse
+
+
+class Tracer(fx.Interpreter):
+    """Gives every node the example value that Dynamo would."""
+
+    def run_node(self, node):
+        if node.target is torch.cuda.get_device_capability:
+            node.meta["example_value"] = (9, 0)
+            return 9, 0
+        node.meta["example_value"] = super().run_node(node)
+        return node.meta["example_value"]
+
+
+def capture(function, *examples):
+    """The graph of `function` on fake tensors of the meta device like `examples`."""
+    gm = fx.symbolic_trace(function)
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+            for t in examples
+        ]
+        Tracer(gm).run(*fakes)
+    return gm
+
+
+def ask_the_device(like):
+    """A node that nobody reads."""
+    if isinstance(like, fx.Proxy):
+        like.tracer.create_proxy("call_function", torch.cuda.get_device_capability, ("cuda:0",), {})
+
+
+def arange(like, count):
+    if isinstance(like, fx.Proxy):
+        return like.tracer.create_proxy("call_function", torch.arange, (count,), {"device": "meta"})
+    return torch.arange(count)
+
+
+def swiglu(x, ids, weights, up, down, counted_in):
+    """Qwen3-MoE as recorded on an H200 (transformers 5.17)."""
+    flat_weights, flat = weights.reshape(-1), ids.reshape(-1)
+    ordered = torch.sort(flat)
+    sorted_ids, perm = ordered[0], ordered[1]
+    rows = x[perm // K]
+    scale = flat_weights[perm]
+    counts = torch.histc(sorted_ids.to(counted_in), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    mask = (sorted_ids >= EXPERTS).unsqueeze(-1)
+    sorted_ids.clamp_(max=EXPERTS - 1)
+    rows.masked_fill_(mask, 0.0)
+    transposed = up.transpose(-2, -1)
+    ask_the_device(x)
+    h = torch._grouped_mm(rows.to(torch.bfloat16), transposed, offs=offsets, bias=None, out_dtype=None).masked_fill(
+        mask, 0.0
+    )
+    gate, value = h.chunk(2, dim=-1)
+    a = torch.nn.functional.silu(gate) * value
+    ask_the_device(x)
+    out = torch._grouped_mm(a.to(torch.bfloat16), down.transpose(-2, -1), offs=offsets, bias=None, out_dtype=None)
+    weighted = out.masked_fill(mask, 0.0) * scale.unsqueeze(-1)
+    return restore(weighted, perm)
+
+
+def restore(rows, perm):
+    inverse = torch.empty_like(perm)
+    torch.ops.aten.index_put_(inverse, [perm], arange(perm, TOKENS * K))
+    return rows[inverse].view(TOKENS, K, HIDDEN).sum(dim=1).to(torch.bfloat16)
+
+
+def gpt_oss(x, ids, weights, up, down, up_bias, down_bias, counted_in):
+    ordered = torch.sort(ids.reshape(-1))
+    sorted_ids, perm = ordered[0], ordered[1]
+    rows, scale = x[perm // K], weights.reshape(-1)[perm]
+    counts = torch.histc(sorted_ids.to(counted_in), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    mask = (sorted_ids >= EXPERTS).unsqueeze(-1)
+    sorted_ids.clamp_(max=EXPERTS - 1)
+    first = up_bias[sorted_ids]
+    rows.masked_fill_(mask, 0.0)
+    ask_the_device(x)
+    h = torch._grouped_mm(rows.to(torch.bfloat16), up, offs=offsets, bias=None, out_dtype=None)
+    h.add_(first)
+    h = h.masked_fill(mask, 0.0)
+    gate, value = h[..., ::2], h[..., 1::2]
+    gate, value = gate.clamp(min=None, max=1.5), value.clamp(min=-1.5, max=1.5)
+    a = (value + 1) * (gate * torch.sigmoid(gate * 1.702))
+    second = down_bias[sorted_ids]
+    out = torch._grouped_mm(a.to(torch.bfloat16), down, offs=offsets, bias=None, out_dtype=None)
+    out.add_(second)
+    return restore(out.masked_fill(mask, 0.0) * scale.unsqueeze(-1), perm)
+
+
+def operands(model, *names):
+    ids, weights = routing(dtype=torch.bfloat16)
+    ids[2, 1] = ids[9] = EXPERTS
+    return [tokens(dtype=torch.bfloat16), ids, weights, *(getattr(model, n) for n in names)]
+
+
+def test_swiglu():
+    model = Fixed(dtype=torch.bfloat16)
+    args = operands(model, "up", "down")
+
+    gm = capture(lambda x, ids, w, up, down: swiglu(x, ids, w, up, down, torch.int32), *args)
+    sites = fuse(gm, None, Options(engine="portable"))
+    assert [(s.status, s.reason) for s in sites] == [("fused", None)], sites
+    assert [str(s.spec) for s in sites] == ["silu(gate) * up (concat) -> bfloat16"]
+    targets = [str(n.target) for n in gm.graph.nodes]
+    assert not any("histc" in t or "grouped_mm" in t or "masked_fill" in t for t in targets)
+    found = run_without_device_queries(gm, *args)
+    wanted = swiglu(*[a.detach() for a in args], counted_in=torch.float32)
+    assert_close(found, wanted, 2e-2)
+    assert not found[9].any()
+
+
+def run_without_device_queries(gm, *args):
+    for node in list(gm.graph.nodes):
+        if node.target is torch.cuda.get_device_capability:
+            assert not node.users
+            gm.graph.erase_node(node)
+    gm.recompile()
+    with torch.no_grad():
+        return gm(*args)
+
+
+def test_gpt_oss():
+    model = GptOss(dtype=torch.bfloat16)
+    args = operands(model, "up", "down", "up_bias", "down_bias")
+
+    gm = capture(lambda x, ids, w, a, b, c, d: gpt_oss(x, ids, w, a, b, c, d, torch.int32), *args)
+    sites = fuse(gm, None, Options(engine="portable"))
+    assert [(s.status, s.reason) for s in sites] == [("fused", None)], sites
+    assert [s.spec.layout for s in sites] == ["interleaved"]
+    found = run_without_device_queries(gm, *args)
+    wanted = gpt_oss(*[a.detach() for a in args], counted_in=torch.float32)
+    assert_close(found, wanted, 2e-2)
+    assert not found[9].any()
