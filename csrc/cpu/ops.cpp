@@ -6,9 +6,6 @@
 
 #include <cstring>
 #include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "dispatch.h"
 #include "schedule.h"
@@ -221,18 +218,6 @@ std::vector<Tile> token_tiles(const Operands& operands, int64_t threads, int64_t
   }
 }
 
-// A fresh gradient of many megabytes costs more time in page faults than in arithmetic.
-void use_large_pages(const Tensor& t) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel() * t.element_size()) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)t;
-#endif
-}
-
 void schedule(Team& team, const Tensor& ids, int64_t E, const Tensor& order, const Tensor& offsets) {
   int32_t* o = static_cast<int32_t*>(order.data_ptr());
   int32_t* ends = static_cast<int32_t*>(offsets.data_ptr());
@@ -301,7 +286,6 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
     }
     return taken;
   };
-  for (const Tensor& grad : grads) use_large_pages(grad);
   const Tensors dx = take(need_x, 1), dweight = take(need_weights, 1), dup = take(needs[2], up.size()),
                 ddown = take(needs[3], down.size()), dup_bias = take(needs[4], up_bias.size()),
                 ddown_bias = take(needs[5], down_bias.size());
