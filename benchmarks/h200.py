@@ -11,6 +11,7 @@ compare only figures of one run.
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -27,7 +28,8 @@ SHAPES = {  # H, I, E, K
     "gpt-oss-20b": (2880, 2880, 32, 4),
 }
 ACTIVATION = "silu(gate) * up"
-GRAPH_TOKENS = 512  # up to here inference is measured as a CUDA graph too
+GRAPH_TOKENS = 512  # up to here inference is measured as a CUDA graph too,
+CALLS = 8  # of so many calls
 
 
 def median(run, rep=120):
@@ -47,14 +49,13 @@ def copy_rate():
 
 def graph_time(run):
     """Milliseconds a call takes inside a CUDA graph of several calls."""
-    calls = 8
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
+        for _ in range(CALLS):
             run()
-    return median(graph.replay) / calls
+    return median(graph.replay) / CALLS
 
 
 def random_ids(tokens, experts, top_k, routing):
@@ -96,7 +97,8 @@ class Weights:
 
 
 def candidate(name, weights, tokens, routing):
-    """(inference, training step or None) of a candidate: functions to be timed. The step ends with all gradients."""
+    """(inference, training step or None) of a candidate: functions to be timed. The step ends with all gradients. Calls
+    take turns at several inputs, so that few tokens do not find their experts in the L2."""
     hidden, inner, experts, top_k = weights.sizes
     x = (0.5 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
     dy = torch.randn_like(x)
@@ -105,17 +107,17 @@ def candidate(name, weights, tokens, routing):
         from mok_compile.spec import ExpertsSpec
 
         how = (ExpertsSpec(ACTIVATION, "concat", "bfloat16").to_json(), "sm90")
-        ids = random_ids(tokens, experts, top_k, routing)
+        routes = itertools.cycle([random_ids(tokens, experts, top_k, routing) for _ in range(CALLS)])
         scale = torch.rand(tokens, top_k, device="cuda")
         leaves = [t.detach().requires_grad_() for t in (x, scale, weights.up, weights.down)]
 
         def infer():
             with torch.no_grad():
-                return torch.ops.mok.experts_infer(x, ids, scale, [weights.up], [weights.down], [], [], *how)
+                return torch.ops.mok.experts_infer(x, next(routes), scale, [weights.up], [weights.down], [], [], *how)
 
         def train():
             a, s, up, down = leaves
-            y = torch.ops.mok.experts(a, ids, s, [up], [down], [], [], *how)[0]
+            y = torch.ops.mok.experts(a, next(routes), s, [up], [down], [], [], *how)[0]
             torch.autograd.grad(y, leaves, dy)
 
         return infer, train
@@ -150,10 +152,12 @@ def candidate(name, weights, tokens, routing):
         how = {"mok": {"backend": "mok"}, "hf": {}, "hf-graphs": {"mode": "reduce-overhead"}}[name]
         run = torch.compile(block, fullgraph=True, dynamic=False, **how)
     leaf = x[None].detach().requires_grad_()
+    rotating = CALLS if tokens <= GRAPH_TOKENS else 1
+    inputs = itertools.cycle([torch.randn_like(leaf) for _ in range(rotating)])
 
     def infer():
         with torch.no_grad():
-            return run(x[None])
+            return run(next(inputs))
 
     def train():
         out = run(leaf)

@@ -132,7 +132,7 @@ def _sm90() -> Target:
         compiler=in_home if os.path.exists(in_home) else shutil.which("nvcc"),
         wants="nvcc of CUDA 12.8 or newer (the variable CUDA_HOME names its folder)",
         flags=(
-            *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", "-lineinfo", STABLE_ABI, "-DUSE_CUDA"),
+            *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", STABLE_ABI, "-DUSE_CUDA"),
             *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),

@@ -46,10 +46,17 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
   return done != 0;
 }
 
-// Barrier of `threads` threads by number; number 0 is __syncthreads().
-template <int kNumber, int kThreads>
-__device__ __forceinline__ void named_barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+// True in one lane of the warp, always the same one.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 }  // namespace mok::ptx

@@ -14,7 +14,13 @@ template <bool kPlainSilu>
 struct Gate {
   const Activation& form;
 
-  static __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+  // Two approximate instructions without their guards: e^-x may become infinite or zero, and the result is then right.
+  static __device__ __forceinline__ float sigmoid(float x) {
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+    return result;
+  }
 
   // NaN passes through, as in torch.
   static __device__ __forceinline__ float clamp(float x, float low, float high) {

@@ -69,14 +69,20 @@ struct DownGrad {
     const Gate<kPlain> gate{p.activation};
     const int columns = kGated ? 2 * p.inner : p.inner;
     const int room = p.inner - task.column - warp.line_column();
+    float weights[2 * kHalves];  // of the lane's rows, looked up together
+#pragma unroll
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const int row = i / 2 * 64 + i % 2 * 8 + warp.index() * 16 + warp.line_row();
+      weights[i] = row < task.rows ? p.weights.load(p.plan.order[task.row + row]) : 0.0f;
+    }
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
       if (task.rows <= first) break;
       const int row =
           task.row + first + warp.line_row();  // the lane's rows, in fragments as in lines: this one and + 8
-      const float weight[2] = {rows > 0 ? p.weights.load(p.plan.order[row]) : 0.0f,
-                               rows > 8 ? p.weights.load(p.plan.order[row + 8]) : 0.0f};
+      const float weight[2] = {half == 0 ? weights[0] : weights[2 * kHalves - 2],
+                               half == 0 ? weights[1] : weights[2 * kHalves - 1]};
       float score[2] = {0.0f, 0.0f};
       const int64_t at_h = static_cast<int64_t>(row) * columns + task.column + warp.line_column();
       const int64_t at_a = static_cast<int64_t>(row) * p.inner + task.column + warp.line_column();

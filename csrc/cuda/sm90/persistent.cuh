@@ -10,7 +10,7 @@
 //   kStages, kPatches           of the shared memory: stages of 40 KB in the ring, patches of each consumer warp
 //   kTransposeA, kTransposeB    operand contiguous along M or N instead of K
 //   task(p, ticket)             the task of a ticket; Task::none() when there is none
-//   Boxes                       what the copy engine does, by one thread: bytes(p, task) per stage, weights(...) and
+//   Boxes                       what the copy engine does, by one lane: bytes(p, task) per stage, weights(...) and
 //   rows(...) kWaits                      whether tasks wait for others; then Boxes::ready(p, task) and Boxes::wait(p,
 //   task, ring) kGathers                    whether there are rows to gather; then Gather(p, task, thread), whose
 //   step(...) copies one
@@ -60,6 +60,13 @@ struct Task {
   int extra;       // chosen by the operation
 
   static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0}; }
+
+  // The same task, known to the compiler to be the same in all lanes: it then keeps it in uniform registers, from which
+  // the copy engine takes its operands.
+  __device__ __forceinline__ Task uniform() const {
+    const auto same = [](int v) { return __shfl_sync(~0u, v, 0); };
+    return {same(kind), same(expert), same(row), same(rows), same(column), same(steps), same(first_step), same(extra)};
+  }
 };
 
 // The CTA's shared memory, as an operation divides it: stages, then patches for the consumer warps, tasks, barriers.
@@ -118,14 +125,15 @@ struct Ring {
     const int slot = i % kTaskSlots;
     if (!wait(task_full(slot), i / kTaskSlots & 1, 1)) return Task::none();
     const uint4 a = ptx::load_shared(task(slot)), b = ptx::load_shared(task(slot) + 16);
+    ptx::barrier_arrive(task_empty(slot));
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(task_empty(slot));
     return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w)};
   }
-  // Called by one thread.
+  // Called by warp 0.
   __device__ __forceinline__ void write_task(int i, const Task& t) const {
     const int slot = i % kTaskSlots;
     wait(task_empty(slot), (i / kTaskSlots & 1) ^ 1, 2);
+    if (threadIdx.x != 0) return;
     ptx::store_shared(task(slot), make_uint4(t.kind, t.expert, t.row, t.rows));
     ptx::store_shared(task(slot) + 16, make_uint4(t.column, t.steps, t.first_step, t.extra));
     ptx::barrier_arrive(task_full(slot));
@@ -226,17 +234,22 @@ struct Cursor {
   }
 };
 
-// Warp 0, one thread.
+// Warp 0, as a whole.
 template <class Op>
 __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op>& ring) {
-  int ticket = atomicAdd(p.ticket, 1), steps = 0;
+  const bool leader = ptx::elect_lane();
+  int ticket = 0, steps = 0;
+  const auto draw = [&] {
+    if (threadIdx.x == 0) ticket = atomicAdd(p.ticket, 1);
+  };
   const auto take = [&] {
-    Task task = Op::task(p, ticket);
+    Task task = Op::task(p, __shfl_sync(~0u, ticket, 0));
     task.first_step = steps;
     steps += task.steps;
-    ticket = atomicAdd(p.ticket, 1);
-    return task;
+    draw();
+    return task.uniform();
   };
+  draw();
   Task task = take();
   ring.write_task(0, task);
   Cursor<Op::kStages> at;
@@ -247,16 +260,19 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
     }
     const auto weights = [&](int step, const Cursor<Op::kStages>& c) {
       ring.wait(ring.empty(c.stage), c.parity, 3);
-      ptx::barrier_arrive_expect(ring.full(c.stage), Op::Boxes::bytes(p, task));
-      Op::Boxes::weights(p, task, step, ring.stage(c.stage), ring.full(c.stage));
+      if (leader) {
+        ptx::barrier_arrive_expect(ring.full(c.stage), Op::Boxes::bytes(p, task));
+        Op::Boxes::weights(p, task, step, ring.stage(c.stage), ring.full(c.stage));
+      }
     };
     // Weights do not wait for other tasks: while the rows are not there yet, fill the ring with weights.
     int ahead = 0;
     if constexpr (Op::kWaits) {
-      if (!Op::Boxes::ready(p, task)) {
+      if (__shfl_sync(~0u, Op::Boxes::ready(p, task), 0) == 0) {
         Cursor<Op::kStages> c = at;
         for (; ahead < min(task.steps, Op::kStages); ++ahead, c.advance()) weights(ahead, c);
         Op::Boxes::wait(p, task, ring);
+        __syncwarp();
       }
     }
     // The next task is looked up once the ring is full: that takes long, and then nobody waits for it.
@@ -269,7 +285,7 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
       }
       if (k == task.steps) break;
       if (k >= ahead) weights(k, at);
-      Op::Boxes::rows(p, task, k, ring.stage(at.stage), ring.full(at.stage));
+      if (leader) Op::Boxes::rows(p, task, k, ring.stage(at.stage), ring.full(at.stage));
     }
     task = next;
   }
@@ -310,7 +326,7 @@ static_assert(GatherPlace::kStride % 4 == 0, "the swizzle repeats every second j
 template <class Op>
 __device__ __forceinline__ void produce(const typename Op::Params& p, const Ring<Op>& ring) {
   if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) lead<Op>(p, ring);
+    lead<Op>(p, ring);
   } else if constexpr (Op::kGathers) {
     gather<Op>(p, ring);
   }
@@ -398,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant_
     }
     for (int s = 0; s < kTaskSlots; ++s) {
       ptx::barrier_init(ring.task_full(s), 1);
-      ptx::barrier_init(ring.task_empty(s), (Op::kGathers ? 3 : 0) + 4);  // gatherers, one consumer group
+      ptx::barrier_init(ring.task_empty(s), (Op::kGathers ? kGatherers : 0) + 128);  // and one consumer group
     }
     for (int g = 0; g < 2; ++g) ptx::barrier_init(ring.turn(g), 4);
     ptx::barrier_init_fence();
