@@ -1,0 +1,226 @@
+"""The functional view: equal computations are one value, in-place ops change cells, and nothing is claimed that is not
+known."""
+
+import operator
+
+import pytest
+import torch
+
+from mok_compile.passes.view import Cell, View
+
+aten = torch.ops.aten
+
+
+def view_of(function, *args, dynamic=False, grad=False):
+    """(view, node by name) of the one graph of `function`."""
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.set_grad_enabled(grad):
+        torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    (gm,) = graphs
+    view = View(gm.graph)
+    view.keep = gm
+    return view, {node.name: node for node in gm.graph.nodes}
+
+
+def result(view):
+    """The values that the graph returns."""
+    output = next(iter(reversed(view.keep.graph.nodes)))
+    return [view.cells[n].value for n in output.args[0] if isinstance(n, torch.fx.Node)]
+
+
+def test_spellings_give_one_value():
+    def f(x):
+        return x.add(1), x + 1, torch.add(x, 1), operator.add(x, 1)
+
+    view, _ = view_of(f, torch.randn(3))
+    values = result(view)
+    assert len(set(values)) == 1
+    assert values[0].op is aten.add.Tensor
+
+
+def test_different_constants_are_different_values():
+    def f(x):
+        return x * 1, x * 1.0, x * True, x * 2
+
+    view, _ = view_of(f, torch.randn(3))
+    assert len(set(result(view))) == 4
+
+
+def test_in_place_is_functional():
+    def f(x):
+        y = x * 2
+        before = y + 0.5
+        y.add_(1)
+        return before, y, (x * 2).add(1), y + 0.5
+
+    view, _ = view_of(f, torch.randn(3))
+    before, y, same, after = result(view)
+    assert y is same
+    assert before is not after
+
+
+def test_setitem_is_index_put():
+    def f(p):
+        inverse = torch.empty_like(p)
+        inverse[p] = torch.arange(5)
+        return inverse
+
+    view, _ = view_of(f, torch.randperm(5))
+    (inverse,) = result(view)
+    assert inverse.op is aten.index_put.default
+
+
+def test_writing_a_view_changes_its_base():
+    def f(x):
+        y = x * 2
+        part = y[:2]
+        kept = y.sum()
+        part.zero_()
+        return kept, y.sum(), y
+
+    view, _ = view_of(f, torch.randn(4))
+    kept, after, y = result(view)
+    assert kept is not after
+    assert y.op == "opaque"
+
+
+def test_writing_the_base_changes_its_views():
+    def f(x):
+        y = x * 2
+        part = y[:2]
+        y.zero_()
+        return part + 0, y
+
+    view, _nodes = view_of(f, torch.randn(4))
+    assert result(view)[0].args[0].op == "opaque"
+
+
+def test_inputs_that_share_memory_know_each_other():
+    base = torch.randn(6)
+
+    def f(a, b):
+        kept = a + 0
+        b.zero_()
+        return kept, a + 0
+
+    view, _ = view_of(f, base[1:], base)
+    kept, after = result(view)
+    assert kept is not after
+
+
+def test_random_numbers_equal_nothing():
+    def f(x):
+        return torch.rand_like(x), torch.rand_like(x), torch.nn.functional.dropout(x), torch.nn.functional.dropout(x)
+
+    view, _ = view_of(f, torch.randn(8))
+    assert len(set(result(view))) == 4
+
+
+def test_no_grad_regions_are_marked():
+    def f(x):
+        with torch.no_grad():
+            y = x * 2
+            n = (x > 0).long() + 1
+        return y, x * 2, n
+
+    view, _ = view_of(f, torch.randn(3, requires_grad=True), grad=True)
+    inside, outside, integer = result(view)
+    assert inside is not outside
+    assert (inside.detached, outside.detached, integer.detached) == (True, False, False)
+
+
+def test_nothing_is_marked_where_nothing_has_gradients():
+    def f(x):
+        with torch.no_grad():
+            return x * 2
+
+    view, _ = view_of(f, torch.randn(3))
+    assert not any(v.detached for v in view.values)
+
+
+@torch.library.custom_op("mok_test::double_in_place", mutates_args=("x",))
+def double_in_place(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_a_custom_op_that_writes():
+    def f(x):
+        y = x + 1
+        before = y * 3
+        torch.ops.mok_test.double_in_place(y)
+        return before, y * 3
+
+    view, _ = view_of(f, torch.randn(3))
+    before, after = result(view)
+    assert before is not after
+
+
+def test_autocast_is_not_looked_into():
+    """The recording runs without autocast; where its dtypes differ from Dynamo's, the node is opaque."""
+
+    def f(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    view, _ = view_of(f, torch.randn(3, 3))
+    (product,) = result(view)
+    assert product.meta.dtype == torch.bfloat16
+    assert product.op == "opaque"
+
+
+def test_holder_is_the_latest_name_that_still_holds():
+    def f(x):
+        y = x * 2
+        z = y.view(-1)
+        y.add_(1)
+        return z + 0, y + 1
+
+    view, nodes = view_of(f, torch.randn(2, 2))
+    start = view.value(nodes["x"] if "x" in nodes else nodes["l_x_"])
+    doubled = view.value(nodes["y"])
+    last = next(n for n in reversed(view.keep.graph.nodes))
+    assert view.holder(start, last) is not None
+    assert view.holder(doubled, last) is None
+    add = next(n for n in view.keep.graph.nodes if "add_" in str(n.target))
+    assert view.holder(doubled, add) is nodes["y"]
+
+
+def test_layers_that_look_alike_are_recorded_once():
+    def f(x):
+        for _ in range(6):
+            x = torch.nn.functional.silu(x * 2)
+        return x
+
+    view, _ = view_of(f, torch.randn(5))
+    assert len(view._recordings) == 2
+    assert len(view.values) == 1 + 12
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_shapes_stay_symbolic_and_unguarded(dynamic):
+    def f(x):
+        return x.reshape(-1, 4).t() @ torch.ones(x.numel() // 4, 2)
+
+    view, _ = view_of(f, torch.randn(6, 8), dynamic=dynamic)
+    value = result(view)[0]
+    assert tuple(value.meta.shape) == (4, 2)
+    symbolic = any(isinstance(n, torch.SymInt) for v in view.values for n in v.meta.shape)
+    assert symbolic is dynamic
+
+
+def test_every_tensor_node_has_a_cell():
+    def f(x):
+        a, b = x.chunk(2)
+        values, places = torch.topk(a * b, 2)
+        return values, places, torch.sort(b)[0]
+
+    view, _ = view_of(f, torch.randn(8))
+    for node, cell in view.cells.items():
+        if isinstance(cell, Cell):
+            assert view.value(node).meta.shape == node.meta["example_value"].shape, node
+    assert len(set(result(view))) == 3
