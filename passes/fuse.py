@@ -93,6 +93,9 @@ def _replace(
             insertions.append(substitution.insert(block))
         except Break as stop:
             sites[block] = _refused(block, stop.reason, stop.detail)
+        except Exception as error:  # as in _analyse
+            log.warning("mok-compile: a proven block could not be replaced; please report", exc_info=True)
+            sites[block] = _refused(block, "no-match", f"the block could not be replaced: {error!r}")
     compared = {}
     if options.verify and inputs is not None and insertions:
         compared = verify(gm, found.view, insertions, inputs)

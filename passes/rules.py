@@ -122,10 +122,11 @@ def _name(value: Value) -> str:
 
 
 def _number(a) -> float | None:
-    """A constant as a float; a symbolic float is pinned, with the guard that this takes."""
-    if isinstance(a, bool):
+    """A constant as a float; a symbolic float is pinned, with the guard that this takes. NaN is none."""
+    if isinstance(a, bool) or not isinstance(a, (int, float, torch.SymFloat)):
         return None
-    return float(a) if isinstance(a, (int, float, torch.SymFloat)) else None
+    number = float(a)
+    return None if math.isnan(number) else number
 
 
 def _dim(value: Value, dim: int) -> int:
@@ -472,7 +473,7 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
         return replace(fact, dtypes=fact.dtypes | {value.meta.dtype})
     if isinstance(fact, (Grid, Slim)):
         return replace(fact, rows=replace(fact.rows, dtypes=fact.rows.dtypes | {value.meta.dtype}))
-    if isinstance(fact, ExpertWeights):
+    if isinstance(fact, ExpertWeights) or (isinstance(fact, Combined) and fact.base is not None):
         return None
     if isinstance(fact, (RowWeight, BiasRows)) and value.meta.dtype.itemsize < a.meta.dtype.itemsize:
         raise Break("dtype", f"routing weights or biases are narrowed to {value.meta.dtype} inside the block")
@@ -804,10 +805,10 @@ def _clamp(facts, value, a, *args, min=None, max=None):
         if low not in (None, 0) or not isinstance(high, int) or fact.clamped:
             return None
         return replace(fact, clamped=True, limit=high)
-    low, high = _number(low), _number(high)
-    if (low, high) == (None, None) or (low is not None and math.isnan(low)) or (high is not None and math.isnan(high)):
+    given = [bound for bound in (low, high) if bound is not None]
+    if not given or any(_number(bound) is None for bound in given):
         return None
-    return _function(facts, value, a, lambda x: act.clamp(x, low, high))
+    return _function(facts, value, a, lambda x: act.clamp(x, _number(low), _number(high)))
 
 
 def register_foreign() -> None:

@@ -6,6 +6,7 @@ same anchors, the grouped matmuls: each anchor ends up in a block or in a miss, 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -166,6 +167,9 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
     if combined.rows.weight is not None and source.weight is not None and down.bias is not None:
         raise Break("no-match", "routing weights multiply the activations, but a bias follows them")
     _check_sizes(result, rows, ups, down, layout)
+    for per_slot in (combined.rows.ids, weights if weights is not None else rows.weight):
+        if per_slot is not None and not same(math.prod(per_slot.meta.shape), rows.x.meta.shape[0] * rows.k):
+            raise Break("shape", "the block does not take k slots of every token")
     _check_dtypes(rows, source, ups, down, combined.rows, result)
     spec = ExpertsSpec(
         activation=str(expr),

@@ -59,7 +59,7 @@ class Substitution:
         try:
             with self.graph.inserting_before(block.final):
                 choice, problem = self._call(block)
-        except Break:
+        except Exception:
             for node in reversed([node for node in self.graph.nodes if node not in before]):
                 self.graph.erase_node(node)
             raise
