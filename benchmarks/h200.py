@@ -149,8 +149,7 @@ def candidate(name, weights, tokens, routing):
         run = sonic(block, top_k)
     else:
         torch._dynamo.reset()
-        how = {"mok": {"backend": "mok"}, "hf": {}, "hf-graphs": {"mode": "reduce-overhead"}}[name]
-        run = torch.compile(block, fullgraph=True, dynamic=False, **how)
+        run = torch.compile(block, fullgraph=True, dynamic=False, **compiler(name))
     leaf = x[None].detach().requires_grad_()
     rotating = CALLS if tokens <= GRAPH_TOKENS else 1
     inputs = itertools.cycle([torch.randn_like(leaf) for _ in range(rotating)])
@@ -167,6 +166,15 @@ def candidate(name, weights, tokens, routing):
         block.zero_grad(set_to_none=True)
 
     return infer, None if name == "hf-graphs" else train
+
+
+def compiler(name):
+    """The options of torch.compile for a candidate."""
+    if name == "mok":
+        from mok_compile.backend import mok  # the object: its name is known only where the package is installed
+
+        return {"backend": mok}
+    return {"mode": "reduce-overhead"} if name == "hf-graphs" else {}
 
 
 def sonic(block, top_k):
@@ -209,12 +217,54 @@ def measure(name, weights, tokens, routing):
     return row
 
 
+def training_step(name, layers=4, batch=4, length=4096):
+    """A whole model of the Qwen3-30B-A3B shape: milliseconds of a training step without optimiser, and its memory."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    hidden, inner, experts, top_k = SHAPES["qwen3-30b-a3b"]
+    config = Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=32000,
+        norm_topk_prob=True,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        ids = torch.randint(0, 32000, (batch, length))
+    torch._dynamo.reset()
+    run = torch.compile(model, **compiler(name))
+
+    def step():
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    start = time.time()
+    row = {"loss": step(), "first_s": round(time.time() - start, 1)}
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    row["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    row["step_ms"] = median(step, 800)
+    if name == "mok":
+        row["counters"] = dict(torch._dynamo.utils.counters["mok"])
+    return row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,16,128,512,2048,16384")
     parser.add_argument("--candidates", default="bound,op,mok,hf,hf-graphs,sonic")
     parser.add_argument("--routing", default="balanced,zipf", help="zipf concerns `op` alone")
+    parser.add_argument("--end-to-end", default="hf,mok", help="training step of a four-layer model; empty: none")
     parser.add_argument("--out", default=os.environ.get("OUT", "benchmarks/results"))
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -231,8 +281,15 @@ def main():
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     emit(what="conditions", gpu=torch.cuda.get_device_name(), **versions, dtype="bfloat16")
-    emit(what="copy", tb_per_s=copy_rate() / 1000)
-    for shape in options.shapes.split(","):
+    emit(what="copy", tb_per_s=copy_rate())
+    for name in filter(None, options.end_to_end.split(",")):
+        try:
+            row = training_step(name)
+        except Exception as error:
+            row = {"error": repr(error)[:300]}
+        emit(what="training step, 4 layers, 4 x 4096 tokens", candidate=name, **row)
+        torch.cuda.empty_cache()
+    for shape in filter(None, options.shapes.split(",")):
         weights = Weights(*SHAPES[shape])
         for tokens in map(int, options.tokens.split(",")):
             emit(what="matmul 8192^3", tflops=matmul_rate())

@@ -66,8 +66,7 @@ class Sm90:
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
         ops = _ops(x, ids, weights, up, down, spec)
-        if ops is None or ids.numel() == 0 or (down_bias and needs[1]):
-            # The routing weight's gradient through the down bias has no kernel yet.
+        if ops is None or ids.numel() == 0:
             return get("portable").backward(
                 dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
             )
@@ -109,8 +108,17 @@ class Sm90:
                 slot = order.long()
                 dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
                 bias_grads += grouped_sum(dout.to(x.dtype), offsets, down_bias[0])
+            if need_weights and down_bias:
+                dweights += _bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
         grads = [g for g in (dx, dweights) if g is not None]
         return [*grads, *up_grads, *down_grads, *bias_grads]
+
+
+def _bias_score(dy, ids, bias):
+    """[T, K]: <dy[t], bias of the slot's expert>, what the down bias adds to the routing weight's gradient."""
+    valid = (ids >= 0) & (ids < bias.shape[0])
+    score = (dy.float() @ bias.float().t()).gather(1, torch.where(valid, ids, 0).long())
+    return torch.where(valid, score, 0)
 
 
 def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
