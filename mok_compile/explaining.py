@@ -72,8 +72,9 @@ class Collector:
         self.report.add(found)
         return gm.forward
 
-    def add_unseen(self, model: torch.nn.Module) -> None:
-        """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them."""
+    def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
+        """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
+        `surely`: only those that a graph has seen something of."""
         located = [site.location.split(" ")[0] for site in self.report.sites]
         broke = any(note.startswith(_BREAK) for note in self.report.notes)
         for path, owner in _experts(model).items():
@@ -83,7 +84,7 @@ class Collector:
             code, first = inspect.getsourcelines(forward)
             file = forward.__code__.co_filename
             seen = any((file, line) in self._lines for line in range(first, first + len(code)))
-            if seen or broke:  # Dynamo gives a function up altogether if its graph breaks in a loop
+            if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
                 self.report.sites.append(Site("missed", reason, detail, where))

@@ -298,8 +298,9 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
                 continue
             if "hook" in str(user.target):
                 raise Break("hooks", f"a hook sits on {node.name}, a value inside the block")
-            what = "is returned from the graph (a hook or recorder may keep it)" if user.op == "output" else "is read"
-            raise Break("interior-use", f"{node.name}, a value inside the block, {what} outside of it")
+            returned = "is returned from the graph: the model, a hook or a recorder keeps it"
+            what = returned if user.op == "output" else f"is read outside of it, by {user.name}"
+            raise Break("interior-use", f"{node.name}, a value inside the block, {what}")
 
 
 def _anchors_of(final: fx.Node, view: View, facts: Facts) -> list[fx.Node]:
