@@ -51,7 +51,7 @@ struct Forward {
       return task.kind == kUp || ptx::load_acquire(p.plan.done + task.extra) >= 4 * p.up_tiles;
     }
     static __device__ __forceinline__ void wait(const Params& p, const Task& task, const Ring<Forward>& ring) {
-      ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, 7);
+      ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, kUpDone);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
       return task.kind == kUp ? kBytesB : kBytesStage;

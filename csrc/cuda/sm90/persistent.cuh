@@ -1,22 +1,29 @@
 // The persistent grouped matrix product that every kernel of this engine is an instance of.
 //
-// One CTA per SM, three warpgroups. Warpgroup 0 produces, a ring of five stages of 64 along K: warp 0 takes the next
-// task (one 128 x 192 output tile) from a global ticket counter and tells the others; warp 1 starts the copy engine
-// (weights, and rows that lie in order); warps 2 and 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
+// One CTA per SM, three warpgroups. Warpgroup 0 produces, into a ring of stages of 64 along K: its warp 0 takes the
+// next task (one 128 x 192 output tile) from a global ticket counter, tells the others and starts the copy engine
+// (weights, and rows that lie in order); warps 1 to 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
 // and 2 consume, each a whole tile in turn: while one writes its tile out, the other keeps the tensor cores busy.
 //
-// An operation `Op` says what the tasks are, how they are loaded and what happens to a finished tile:
-//   Element, Params (with `int* error`, `int* ticket`), kProducerRegisters, kConsumerRegisters
-//   kStages, kPatches           of the shared memory: stages of 40 KB in the ring, patches of each consumer warp
-//   kTransposeA, kTransposeB    operand contiguous along M or N instead of K
-//   task(p, ticket)             the task of a ticket; Task::none() when there is none
-//   Boxes                       what the copy engine does, by one lane: bytes(p, task) per stage, weights(...) and
-//   rows(...) kWaits                      whether tasks wait for others; then Boxes::ready(p, task) and Boxes::wait(p,
-//   task, ring) kGathers                    whether there are rows to gather; then Gather(p, task, thread), whose
-//   step(...) copies one
-//                               stage's share of one thread
-//   finish(p, task, acc, warp)  what a consumer warp does with its rows of the tile
-//   finish_empty(p, task, warp) the same for a task without steps
+// An operation `Op` says what the tasks are, how they are loaded and what happens to a finished tile. It has:
+//
+// - Element; Params, among them `int* error` and `int* ticket`; kProducerRegisters and kConsumerRegisters.
+//
+// - kStages and kPatches: how the shared memory is used, stages of 40 KB and patches of each consumer warp.
+//
+// - kTransposeA, kTransposeB: whether the operand is contiguous along M or N instead of K.
+//
+// - task(p, ticket): the task of a ticket, Task::none() when there is none.
+//
+// - Boxes: what the copy engine does, started by one lane: bytes(p, task) per stage, weights(...) and rows(...).
+//
+// - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
+//
+// - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(...) copies one thread's share
+//   of a stage.
+//
+// - finish(p, task, acc, warp): what a consumer warp does with its rows of the tile; finish_empty(p, task, warp): the
+//   same for a task without steps.
 //
 // Tasks are handed out in order and a CTA works on its tasks in order; a task may wait for tasks with smaller tickets
 // only. So the unfinished task with the smallest ticket never waits, however many CTAs are running.
@@ -44,6 +51,9 @@ constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns 
 constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed operand
 constexpr uint32_t kPatchStride = 80;     // 32 elements and 16 bytes against bank conflicts
 constexpr uint32_t kPatch = 16 * kPatchStride;
+
+// Where a wait took too long, as the error word says it.
+enum Site : int { kTaskTold = 1, kTaskSlotFree, kFreeForBoxes, kFreeForRows, kStageFull, kTurn, kUpDone };
 
 template <int kValue>
 struct Index {
@@ -96,7 +106,7 @@ struct Ring {
   // A wait of seconds can only be a bug. It is marked and ends, as do all waits after it; `combine` then poisons the
   // output, so that the mistake shows and the device does not hang.
   template <class Ready>
-  __device__ __forceinline__ bool patient(Ready ready, int site) const {
+  __device__ __forceinline__ bool patient(Ready ready, Site site) const {
     constexpr long long kLook = 1 << 18, kLimit = 1LL << 33;  // clocks
     const long long start = clock64();
     while (!ready()) {
@@ -111,11 +121,11 @@ struct Ring {
     return true;
   }
   // True if all is well.
-  __device__ __forceinline__ bool wait(uint32_t barrier, uint32_t parity, int site) const {
+  __device__ __forceinline__ bool wait(uint32_t barrier, uint32_t parity, Site site) const {
     return ptx::barrier_try_wait(barrier, parity) ||
            patient([&] { return ptx::barrier_try_wait(barrier, parity); }, site);
   }
-  __device__ __forceinline__ void wait_count(const int* count, int wanted, int site) const {
+  __device__ __forceinline__ void wait_count(const int* count, int wanted, Site site) const {
     if (ptx::load_acquire(count) >= wanted) return;
     patient([&] { return ptx::load_acquire(count) >= wanted; }, site);
   }
@@ -123,7 +133,7 @@ struct Ring {
   // Called by whole warps, once per task.
   __device__ __forceinline__ Task read_task(int i) const {
     const int slot = i % kTaskSlots;
-    if (!wait(task_full(slot), i / kTaskSlots & 1, 1)) return Task::none();
+    if (!wait(task_full(slot), i / kTaskSlots & 1, kTaskTold)) return Task::none();
     const uint4 a = ptx::load_shared(task(slot)), b = ptx::load_shared(task(slot) + 16);
     ptx::barrier_arrive(task_empty(slot));
     __syncwarp();
@@ -132,7 +142,7 @@ struct Ring {
   // Called by warp 0.
   __device__ __forceinline__ void write_task(int i, const Task& t) const {
     const int slot = i % kTaskSlots;
-    wait(task_empty(slot), (i / kTaskSlots & 1) ^ 1, 2);
+    wait(task_empty(slot), (i / kTaskSlots & 1) ^ 1, kTaskSlotFree);
     if (threadIdx.x != 0) return;
     ptx::store_shared(task(slot), make_uint4(t.kind, t.expert, t.row, t.rows));
     ptx::store_shared(task(slot) + 16, make_uint4(t.column, t.steps, t.first_step, t.extra));
@@ -259,7 +269,7 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
       return;
     }
     const auto weights = [&](int step, const Cursor<Op::kStages>& c) {
-      ring.wait(ring.empty(c.stage), c.parity, 3);
+      ring.wait(ring.empty(c.stage), c.parity, kFreeForBoxes);
       if (leader) {
         ptx::barrier_arrive_expect(ring.full(c.stage), Op::Boxes::bytes(p, task));
         Op::Boxes::weights(p, task, step, ring.stage(c.stage), ring.full(c.stage));
@@ -301,7 +311,7 @@ __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<
     if (task.kind < 0) return;
     typename Op::Gather rows(p, task, thread);
     for (int k = 0; k < task.steps; ++k, at.advance()) {
-      ring.wait(ring.empty(at.stage), at.parity, 4);
+      ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
       rows.step(p, task, k, ring.stage(at.stage));
       ptx::barrier_arrive_copies(ring.full(at.stage));
     }
@@ -343,7 +353,7 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
   int stage = task.first_step % Op::kStages, last = stage;
   uint32_t parity = task.first_step / Op::kStages & 1;
   const auto step = [&](auto first) {
-    ring.wait(ring.full(stage), parity, 5);
+    ring.wait(ring.full(stage), parity, kStageFull);
     ptx::fence_shared_for_async();
     ptx::mma_fence();
     const uint64_t offset = ptx::mma_offset(stage * kBytesStage);
@@ -382,7 +392,7 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
   for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) break;
-    ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, 6);
+    ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, kTurn);
     __syncwarp();
     const uint32_t next_turn = ring.turn(group ^ 1);
     if (task.steps == 0) {
