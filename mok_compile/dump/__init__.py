@@ -5,6 +5,7 @@ A folder for each process and graph: ``<pid>[_rank<r>]_<number>``. docs/dumps.md
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -87,7 +88,10 @@ def _write(root: Path, made: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(root.glob("*/report.json"))}
+    reports = {}
+    for path in sorted(root.glob("*/report.json")):
+        with contextlib.suppress(ValueError, OSError):  # another process is just writing it
+            reports[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     partial = root / f".index.{folder.name}"
     partial.write_text(overview(reports), encoding="utf-8")
     partial.replace(root / "index.html")

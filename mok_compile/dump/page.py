@@ -47,7 +47,8 @@ def overview(reports: dict[str, dict[str, Any]]) -> str:
             f"<td>{_text(report['summary'])}</td><td><code>{_text(names)}</code></td></tr>"
         )
     head = "<tr><th></th><th>graph</th><th>what became of it</th><th>blocks</th></tr>"
-    body = f'<header><h1>mok-compile: {len(rows)} compiled graphs</h1>{_SEARCH}</header><table class="sites">{head}'
+    graphs = f"{len(rows)} compiled graph{'' if len(rows) == 1 else 's'}"
+    body = f'<header><h1>mok-compile: {graphs}</h1>{_SEARCH}</header><table class="sites">{head}'
     return _document("mok: compiled graphs", f"{body}{''.join(rows)}</table>")
 
 
