@@ -121,6 +121,7 @@ def _bias_score(dy, ids, bias):
     return torch.where(valid, score, 0)
 
 
+@functools.lru_cache(maxsize=256)
 def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         return f"it runs on CUDA devices, not on {problem.device.type}"
