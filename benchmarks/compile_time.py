@@ -2,6 +2,7 @@
 
     python benchmarks/compile_time.py                              2, 8 and 32 layers, inference and training
     python benchmarks/compile_time.py --layers 2 8 --repeat 3      some of them, each three times (the minimum counts)
+    python benchmarks/compile_time.py --passes-only                the passes alone, without Inductor
     python benchmarks/compile_time.py --profile 32                 cProfile of the passes alone on a graph of 32 layers
 
 Every measurement is a process of its own that starts with an empty Inductor cache ("fresh"), or with the one that the
@@ -36,6 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, default=RESULTS, help="results go here (default: benchmarks/results)")
     parser.add_argument("--profile", type=int, metavar="LAYERS", help="profile the passes and do nothing else")
+    parser.add_argument("--passes-only", action="store_true", help="without Inductor")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -45,17 +47,28 @@ def main() -> int:
     if args.profile:
         profile(args.profile)
         return 0
+    stored = json.loads(args.json.read_text()) if args.json.exists() else {}
+    if args.passes_only:
+        alone = {str(layers): passes_alone(layers, args.repeat) for layers in args.layers}
+        args.json.write_text(json.dumps(stored | {"conditions": conditions(), "passes alone": alone}, indent=1) + "\n")
+        return 0
     run("mok", 1, "inference", tempfile.mkdtemp())  # builds the kernels where they are not there yet
-    stored = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    rows = {(row["mode"], row["layers"]): row for row in stored}
+    rows = {(row["mode"], row["layers"]): row for row in stored.get("rows", [])}
     print(HEAD)
     for mode in args.mode:
         for layers in args.layers:
             rows[mode, layers] = compare(layers, mode, args.repeat)
             print(line(rows[mode, layers]), flush=True)
-            result = {"conditions": conditions(), "rows": [rows[key] for key in sorted(rows)]}
+            result = stored | {"conditions": conditions(), "rows": [rows[key] for key in sorted(rows)]}
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def passes_alone(layers: int, repeat: int) -> dict:
+    """CPU seconds of the passes on the graph of a model, the best of `repeat` processes; nothing is compiled."""
+    best = min(run("passes", layers, "training", "")["passes_cpu"] for _ in range(repeat))
+    print(f"{layers:3} layers: {best:.2f} s, {1000 * best / layers:.0f} ms a layer", flush=True)
+    return {"s": round(best, 3), "ms a layer": round(1000 * best / layers, 1)}
 
 
 def compare(layers: int, mode: str, repeat: int) -> dict:
@@ -76,7 +89,7 @@ def compare(layers: int, mode: str, repeat: int) -> dict:
 
 
 def run(backend: str, layers: int, mode: str, cache: str) -> dict:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, __file__, "--worker", backend, str(layers), mode]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -111,9 +124,14 @@ def measure(backend: str, layers: int, training: bool) -> dict:
     import torch
 
     import mok_compile.backend as ours
+    from mok_compile.options import Options
 
     model, ids = build(layers)
     inner, spent, spent_cpu = ours.fuse, [], []
+
+    def passes_only(gm, inputs):
+        ours.transform(gm, inputs, Options())
+        return gm.forward
 
     def timed(*args, **kwargs):
         start, start_cpu = time.perf_counter(), time.process_time()
@@ -123,15 +141,18 @@ def measure(backend: str, layers: int, training: bool) -> dict:
         return found
 
     ours.fuse = timed
-    compiled = torch.compile(model.train(training), backend=backend)
+    if backend == "passes":
+        compiled = torch.compile(model.train(training), backend=passes_only)
+    else:
+        compiled = torch.compile(model.train(training), backend=backend)
     start, start_cpu = time.perf_counter(), cpu_seconds()
     with torch.set_grad_enabled(training):
         loss = compiled(input_ids=ids, labels=ids).loss
-        if training:
+        if training and backend != "passes":
             loss.backward()
     wall, cpu = time.perf_counter() - start, cpu_seconds() - start_cpu
     fused = torch._dynamo.utils.counters["mok"]["fused"]
-    assert fused == (layers if backend == "mok" else 0), fused
+    assert fused == (0 if backend == "inductor" else layers), fused
     return {"wall": wall, "cpu": cpu, "passes_wall": sum(spent), "passes_cpu": sum(spent_cpu), "fused": fused}
 
 

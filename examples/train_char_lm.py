@@ -11,6 +11,7 @@ Exit status 1 if the loss does not fall or the curves differ.
 import argparse
 import copy
 import json
+import os
 import platform
 import statistics
 import sys
@@ -168,6 +169,7 @@ def conditions(args: argparse.Namespace) -> dict:
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
+        "load average": round(os.getloadavg()[0], 1),
     }
 
 
