@@ -466,9 +466,12 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
     fact = facts.of(a)
     if device is not None and value.meta.device != a.meta.device:
         return None
-    if value.meta.dtype.is_floating_point != a.meta.dtype.is_floating_point:
-        exact = isinstance(fact, (Expert, Counts, Offsets)) and value.meta.dtype in _EXACT
-        return fact if exact else None
+    if not isinstance(fact, Differentiable | Full):
+        # Numbers of experts and counts fit into any of the exact types, places into the wide integers only.
+        wide = (torch.int32, torch.int64)
+        return fact if value.meta.dtype in (_EXACT if isinstance(fact, (Expert, Counts, Offsets)) else wide) else None
+    if not value.meta.dtype.is_floating_point:
+        return None
     if isinstance(fact, (Rows, Pointwise)):
         return replace(fact, dtypes=fact.dtypes | {value.meta.dtype})
     if isinstance(fact, (Grid, Slim)):

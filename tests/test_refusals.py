@@ -180,6 +180,11 @@ class CountsFromOne(Moe):
         return torch.cumsum(counts, 0, dtype=torch.int32)
 
 
+class CountsOfBooleans(Moe):
+    def offsets(self, sorted_ids):
+        return super().offsets(sorted_ids.bool())
+
+
 class SearchsortedLeft(Moe):
     def offsets(self, sorted_ids):
         return torch.searchsorted(sorted_ids, torch.arange(self.num_experts)).int()
@@ -284,6 +289,7 @@ class WeightsBeforeActivation(Moe):
         (ExclusiveOffsets, "no-match", "offsets"),
         (BinsOffByOne, "no-match", "offsets"),
         (CountsFromOne, "no-match", "offsets"),
+        (CountsOfBooleans, "no-match", "offsets"),
         (SearchsortedLeft, "no-match", "offsets"),
         (NormBeforeCombine, "no-match", ""),
         (ActivationBehindDown, "post-norm", "tanh"),
@@ -412,6 +418,13 @@ class BiasOfShiftedIds(Biased):
         return Moe.project_up(self, rows, sorted_ids, offsets) + self.up_bias[sorted_ids.clamp(min=0) - 1]
 
 
+class BiasOfBooleans(Biased):
+    """All experts but the first share a bias."""
+
+    def project_up(self, rows, sorted_ids, offsets):
+        return Moe.project_up(self, rows, sorted_ids, offsets) + self.up_bias[sorted_ids.bool().long()]
+
+
 class BiasBehindActivation(Biased):
     columns = 1
 
@@ -439,6 +452,7 @@ class OneBiasForAll(Biased):
         (OtherBias, "no-match"),
         (BiasOfClampedIds, "activation"),
         (BiasOfShiftedIds, "no-match"),
+        (BiasOfBooleans, "no-match"),
         (BiasBehindActivation, "no-match"),
         (OneBiasForAll, "post-norm"),
     ],
