@@ -35,6 +35,7 @@ class Problem:
     weights_dtype: torch.dtype
     device: torch.device
     stacked: bool
+    row_major: bool = True  # the weights lie in memory as [E, out, in], not as the transpose of something
 
     @staticmethod
     def of(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, down: list[torch.Tensor]) -> Problem:
@@ -49,6 +50,7 @@ class Problem:
             weights_dtype=weights.dtype,
             device=x.device,
             stacked=stacked,
+            row_major=down[0].is_contiguous(),
         )
 
 

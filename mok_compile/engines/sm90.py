@@ -48,7 +48,8 @@ class Sm90:
         ops = _ops(x, ids, weights, up, down, spec)
         if ops is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
-        x, ids, weights = x.contiguous(), _ids(ids), weights.contiguous()
+        x, ids, weights = _aligned(x), _ids(ids), weights.contiguous()
+        up_bias, down_bias = [_aligned(b) for b in up_bias], [_aligned(b) for b in down_bias]
         (tokens, hidden), slots = x.shape, ids.numel()
         num_experts, _, inner = down[0].shape
         y = x.new_empty(x.shape, dtype=spec.dtype)
@@ -72,7 +73,7 @@ class Sm90:
             )
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
         ids, top_k, slots = _ids(ids), ids.shape[1], ids.numel()
-        x, weights, dy = x.contiguous(), weights.contiguous(), dy.to(x.dtype).contiguous()
+        x, h, dy, weights = _aligned(x), _aligned(h), _aligned(dy.to(x.dtype)), weights.contiguous()
         num_experts, hidden, inner = down[0].shape
         layout, activation = _how(spec)
         stream = _stream(x)
@@ -139,6 +140,8 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
         return "it has no kernels for routing weights on the input yet"
     if not problem.stacked:
         return "it needs the experts' weights stacked in one tensor"
+    if not problem.row_major:
+        return "it needs the weights stored as [experts, out, in]"
     if problem.hidden % 8 or problem.intermediate % 8:
         return f"hidden and expert size must be multiples of 8, not {problem.hidden} and {problem.intermediate}"
     if problem.num_experts > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
@@ -155,7 +158,7 @@ def _ops(x, ids, weights, up, down, spec):
     problem = Problem.of(x, ids, weights, down)
     reason = _unsupported(spec, problem)
     if reason is None and not all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (*up, *down)):
-        reason = "it needs contiguous weights [experts, out, in]"
+        reason = "it needs the weights stored as [experts, out, in], without gaps"
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
@@ -185,6 +188,12 @@ def _numbers(form: GatedForm) -> list[float]:
     limits = (form.gate_min, form.gate_max, form.up_min, form.up_max, form.up_offset)
     assert not any(math.isnan(v) for v in limits)
     return [KINDS.index(form.kind), float(swapped), form.alpha, *limits]
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """`t` as the kernels read it: without gaps, rows at multiples of 16 bytes."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _ids(ids: torch.Tensor) -> torch.Tensor:

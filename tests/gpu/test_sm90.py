@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mok_compile import reference
-from mok_compile.engines import get
+from mok_compile.engines import Problem, get
 from mok_compile.reference import Experts
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -237,6 +237,37 @@ def test_another_experts_nan_stays_there():
     assert torch.equal(dirty[0][~bad], grads[0][~bad])
     for a, b in zip(dirty[2:], grads[2:], strict=True):
         assert torch.equal(a[good], b[good])
+
+
+def test_any_view_will_do():
+    block = Block(100, 256, 192, 8, 2, bias=True)
+    y, *saved = block.forward(engine)
+    grads = block.backward(engine, saved)
+
+    def shifted(t):
+        """The same values where no row starts at a multiple of 16 bytes."""
+        buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        buffer[1:].copy_(t.reshape(-1))
+        return buffer[1:].view(t.shape)
+
+    block.x, block.dy = shifted(block.x), shifted(block.dy)
+    block.up_bias, block.down_bias = [shifted(b) for b in block.up_bias], [shifted(b) for b in block.down_bias]
+    block.weights, block.ids = block.weights.t().contiguous().t(), block.ids.int().t().contiguous().t()
+    again, *saved = block.forward(engine)
+    assert torch.equal(y, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, saved), strict=True))
+
+
+def test_transposed_weights_are_refused():
+    block = Block(10, 64, 64, 4, 2)
+    down = [block.down[0].transpose(1, 2).contiguous().transpose(1, 2)]
+    problem = Problem.of(block.x, block.ids, block.weights, down)
+    assert "[experts, out, in]" in engine.supports(block.spec, problem)
+    assert engine.supports(block.spec, Problem.of(block.x, block.ids, block.weights, block.down)) is None
+    block.down = down
+    y, *saved = block.forward(engine)
+    assert torch.equal(y, block.forward(portable)[0])
+    block.backward(engine, saved)
 
 
 def test_graph_capture():
