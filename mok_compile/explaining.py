@@ -17,6 +17,7 @@ from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
 from mok_compile.report import Report, Site
+from mok_compile.table import parts
 
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
@@ -75,15 +76,18 @@ class Collector:
     def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
         `surely`: only those that a graph has seen something of."""
-        located = [site.location.split(" ")[0] for site in self.report.sites]
+        located = [parts(site.location) for site in self.report.sites]
+        places, classes = {path for path, _, _ in located}, {cls for _, cls, _ in located}
         broke = any(note.startswith(_BREAK) for note in self.report.notes)
         for path, owner in _experts(model).items():
-            if any(place == path or place.startswith(path + ".") for place in located):
+            # Where the graph broke elsewhere, places start at the module whose frame was compiled: the class tells.
+            if type(owner).__name__ in classes or any(f"{place}.".startswith(f"{path}.") for place in places):
                 continue
-            forward = inspect.unwrap(type(owner).forward)
-            code, first = inspect.getsourcelines(forward)
-            file = forward.__code__.co_filename
-            seen = any((file, line) in self._lines for line in range(first, first + len(code)))
+            code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+            if code is None:
+                continue
+            file, first = code.co_filename, code.co_firstlineno
+            seen = any((file, line) in self._lines for _, _, line in code.co_lines())
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
