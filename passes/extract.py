@@ -166,7 +166,11 @@ def _router(block: Block, view: View) -> set[fx.Node]:
         if node not in ahead and positions[node] < end and node.op not in ("placeholder", "get_attr"):
             ahead.add(node)
             pending += node.all_input_nodes
-    return (ahead & behind) - roots
+    # Some routers read something else than the experts do: those are known by the name of their module.
+    named = {
+        node for node in ahead if any(word in module_of(node)[0].rpartition(".")[2] for word in ("router", "gate"))
+    }
+    return ((ahead & behind) or named) - roots
 
 
 def _origin(value: Value) -> Value:

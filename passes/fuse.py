@@ -72,6 +72,8 @@ def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
 def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
     from mok_compile.passes.extract import Extraction  # nobody else needs it
 
+    if found.view is None:  # nothing was proven of this graph
+        return {}
     try:
         extraction = Extraction(gm, found)
         return {site: extraction.slice_of(site) for site in (*found.blocks, *found.misses)}
