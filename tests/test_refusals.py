@@ -23,6 +23,8 @@ from blocks import (
 from harness import Fused, check_fused, check_refused
 from torch.nn import functional as F
 
+from mok_compile import ops
+
 
 class WeightsNotPermuted(Moe):
     def combine(self, x, rows, weights, perm):
@@ -917,3 +919,13 @@ def test_bincount_is_a_named_miss():
     x = tokens(dtype=torch.bfloat16, grad=False)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         check_refused(Bincount(dtype=torch.bfloat16), x, reason="no-match", detail="offsets")
+
+
+def test_operands_that_the_op_refuses_are_a_miss(monkeypatch):
+    """A slip of the matcher must not end the compile, and leaves no node behind."""
+    monkeypatch.setattr(ops, "IDS", ())
+    refused = check_refused(Moe(), tokens(), reason="no-match", detail="could not be replaced")
+    plain = []
+    torch._dynamo.reset()
+    torch.compile(Moe(), backend=lambda gm, inputs: plain.append(gm) or gm.forward, dynamic=False)(tokens())
+    assert len(refused.graphs[0].graph.nodes) == len(plain[0].graph.nodes)
