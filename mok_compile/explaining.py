@@ -76,9 +76,11 @@ class Collector:
     def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
         `surely`: only those that a graph has seen something of."""
-        located = [parts(site.location) for site in self.report.sites]
+        cut = [site for site in self.report.sites if site.reason == "data-dependent"]  # routers whose experts are gone
+        located = [parts(site.location) for site in self.report.sites if site not in cut]
         places, classes = {path for path, _, _ in located}, {cls for _, cls, _ in located}
         broke = any(note.startswith(_BREAK) for note in self.report.notes)
+        found = []
         for path, owner in _experts(model).items():
             # Where the graph broke elsewhere, places start at the module whose frame was compiled: the class tells.
             if type(owner).__name__ in classes or any(f"{place}.".startswith(f"{path}.") for place in places):
@@ -91,7 +93,9 @@ class Collector:
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
-                self.report.sites.append(Site("missed", reason, detail, where))
+                found.append(Site("missed", reason, detail, where))
+        if found:  # the same blocks, each under its own name
+            self.report.sites = [site for site in self.report.sites if site not in cut] + found
 
 
 def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -55,7 +55,8 @@ REASONS = {
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",
-        "model.set_experts_implementation('grouped_mm'), or experts_implementation='grouped_mm' when loading",
+        "model.set_experts_implementation('grouped_mm') where the model has that setting; otherwise write the experts "
+        "as grouped matmuls (torch.nn.functional.grouped_mm)",
     ),
     "split": (
         "the block is cut by a graph break",
