@@ -11,6 +11,7 @@ from mok_compile._version import require_torch
 require_torch()
 
 import logging  # noqa: E402
+import sys  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -52,8 +53,13 @@ class Backend:
         return inductor(gm, example_inputs)
 
     def reset(self) -> None:
-        """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs."""
-        torch._TorchCompileInductorWrapper("reduce-overhead", None, None).reset()
+        """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs.
+
+        Dynamo calls this in a loop over all backends, which an import for the first time can upset.
+        """
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is not None:
+            trees.reset_cudagraph_trees()
 
 
 def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Options) -> Report:

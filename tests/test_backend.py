@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -332,6 +333,18 @@ def test_reduce_overhead_and_reset():
     mok.reset()
     compare(model, compiled, x, ids, weights)
     assert counters["mok"]["fused"] == 1
+
+
+def test_reset_forgets_cuda_graphs_and_imports_nothing(monkeypatch):
+    calls = []
+    trees = types.SimpleNamespace(reset_cudagraph_trees=lambda: calls.append(1))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    mok.reset()
+    assert calls == [1]
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
+    before = set(sys.modules)
+    mok.reset()
+    assert set(sys.modules) == before
 
 
 def test_compiled_in_place_layer_by_layer():
