@@ -31,8 +31,8 @@ def test_training_step(family):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_inference(family):
-    """Two lengths with dynamic shapes: as many graphs as without us, each with both blocks fused."""
-    model, ids = make(family)
+    """Two lengths with dynamic shapes: as many graphs as without us, each with its block fused."""
+    model, ids = make(family, num_hidden_layers=1)
     model.eval()
     plain, fused = [], Fused(model, dynamic=True)
     compiled = torch.compile(model, backend=lambda gm, inputs: plain.append(gm) or gm.forward, dynamic=True)
@@ -41,7 +41,7 @@ def test_inference(family):
         torch._dynamo.reset()
         found = [fused(input_ids=i).logits for i in (ids, ids[:, :5])]
     assert len(fused.graphs) == len(plain)
-    assert fused.counts() == (2 * len(plain), 0), fused.report
+    assert fused.counts() == (len(plain), 0), fused.report
     for a, b in zip(found, wanted, strict=True):
         assert_close(a.flatten(0, 1), b.flatten(0, 1), 1e-5)
 
