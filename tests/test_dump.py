@@ -208,6 +208,23 @@ def test_overview_lists_all_graphs(tmp_path):
     assert len(folders) == 2 and all(f'href="{name}/index.html"' in page for name in folders)
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from mok_compile import dump
+for _ in range(20):
+    dump._write(Path(sys.argv[1]), {"report.json": '{"sites": [], "fused": 0, "missed": 0, "summary": "one"}'})
+"""
+
+
+def test_processes_share_a_folder(tmp_path):
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path]) for _ in range(2)]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    folders = [p.name for p in tmp_path.iterdir() if p.is_dir()]
+    page = (tmp_path / "index.html").read_text()
+    assert len(folders) == 40 and all(f'href="{name}/index.html"' in page for name in folders)
+
+
 def test_folders_of_ranks_differ(tmp_path, monkeypatch):
     for rank in (0, 1):
         monkeypatch.setattr(dump, "rank", lambda rank=rank: rank)

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -88,11 +89,25 @@ def _write(root: Path, made: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    reports = {}
-    for path in sorted(root.glob("*/report.json")):
-        with contextlib.suppress(ValueError, OSError):  # another process is just writing it
-            reports[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
-    partial = root / f".index.{folder.name}"
-    partial.write_text(overview(reports), encoding="utf-8")
-    partial.replace(root / "index.html")
+    with _one_at_a_time(root):  # so that the last one to write has seen them all
+        reports = {}
+        for path in sorted(root.glob("*/report.json")):
+            with contextlib.suppress(ValueError, OSError):  # another process is just writing it
+                reports[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+        partial = root / f".index.{folder.name}"
+        partial.write_text(overview(reports), encoding="utf-8")
+        partial.replace(root / "index.html")
     log.debug("mok-compile: wrote %s", folder)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Held by one process at a time, where the system has such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(root / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
