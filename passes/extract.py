@@ -66,7 +66,7 @@ class Extraction:
         if isinstance(site, Miss):
             what, arguments = self._obstacle(site)
         return Slice(
-            module=_module(self.gm, region, self.view),
+            module=_module(self.gm, region, self.view, site.final if isinstance(site, Block) else site.at),
             roles={node.name: role for node, role in part.items()},
             facts={node.name: self._all[node] for node in context if node in self._all}
             | {a.name: self._all[a] for n in region for a in n.all_input_nodes if a in self._all},
@@ -180,8 +180,11 @@ def _origin(value: Value) -> Value:
     return value
 
 
-def _module(gm: fx.GraphModule, region: set[fx.Node] | frozenset[fx.Node], view: View) -> fx.GraphModule:
-    """The nodes of `region` as a module: what they read from outside comes in, what is read outside goes out."""
+def _module(
+    gm: fx.GraphModule, region: set[fx.Node] | frozenset[fx.Node], view: View, result: fx.Node
+) -> fx.GraphModule:
+    """The nodes of `region` as a module: what they read from outside comes in, `result` and what is read outside goes
+    out. A node that nobody reads (an in-place op) stays inside: an output would be a use of it."""
     inside = sorted(region, key=view.positions.__getitem__)
     graph, env = fx.Graph(), {}
     outer = (a for node in inside for a in node.all_input_nodes if a not in region)
@@ -194,7 +197,7 @@ def _module(gm: fx.GraphModule, region: set[fx.Node] | frozenset[fx.Node], view:
         env[node].meta = dict(node.meta)
     for node in inside:
         env[node] = graph.node_copy(node, env.__getitem__)
-    outputs = [env[node] for node in inside if not node.users or any(user not in region for user in node.users)]
+    outputs = [env[n] for n in inside if n is result or any(user not in region for user in n.users)]
     outputs = [node for node in outputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
     graph.output(tuple(outputs))
     return fx.GraphModule(gm, graph)
