@@ -22,7 +22,10 @@ from mok_compile.table import parts
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
 _UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
-_NOT_GROUPED = "these experts are computed without a matmul by expert, so that there is nothing to start a proof from"
+_NOT_GROUPED = (
+    "these experts are computed without a matmul by expert (such as torch.nn.functional.grouped_mm), so that there is "
+    "nothing to start a proof from"
+)
 
 
 def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[..., Report]:
@@ -107,7 +110,8 @@ def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             found[owner] = model.get_submodule(owner)
         elif type(module).__name__.endswith("Experts") and path:
             found[path] = module
-    return found
+    # Every token passes through shared experts: they are no part of a block.
+    return {path: module for path, module in found.items() if "shared" not in path.lower()}
 
 
 @contextlib.contextmanager
