@@ -23,11 +23,15 @@ TILE_ROWS, TILES_PER_STEP = 64, 16
 
 def grouped_mm(rows: torch.Tensor, bank: Bank, offsets: torch.Tensor) -> torch.Tensor:
     """[S, M] x bank [E, N, M] -> [S, N]: row r times the transposed weight of its expert, in the dtype of `rows`."""
-    out = rows.new_zeros(rows.shape[0], _columns(bank))
     if rows.device.type == "cpu":
+        out, end = rows.new_empty(rows.shape[0], _columns(bank)), 0
         for e, lo, hi in _segments(offsets):
-            torch.mm(rows[lo:hi], bank[e].t(), out=out[lo:hi])
+            end = hi
+            if hi > lo:
+                torch.mm(rows[lo:hi], bank[e].t(), out=out[lo:hi])
+        out[end:].zero_()
         return out
+    out = rows.new_zeros(rows.shape[0], _columns(bank))
     bank = torch.stack(bank) if isinstance(bank, list) else bank
     if _has_grouped_mm(rows, bank.transpose(1, 2)):
         product = torch._grouped_mm(rows, bank.transpose(1, 2), offs=offsets)
@@ -48,10 +52,11 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, like:
     grads = [empty_as(w) for w in ([like] if stacked else like)]
     slots = grads[0] if stacked else grads
     if a.device.type == "cpu":
-        for g in grads:
-            g.zero_()
         for e, lo, hi in _segments(offsets):
-            slots[e].copy_(a[lo:hi].t() @ b[lo:hi])
+            if hi > lo:
+                torch.mm(a[lo:hi].t(), b[lo:hi], out=slots[e])
+            else:
+                slots[e].zero_()
         return grads
     num_experts = offsets.shape[0]
     if _has_grouped_mm(a.t(), b):
@@ -98,10 +103,10 @@ def _columns(bank: Bank) -> int:
 
 
 def _segments(offsets: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, end of rows) of every expert, idle ones included."""
     lo = 0
     for e, hi in enumerate(offsets.tolist()):
-        if hi > lo:
-            yield e, lo, hi
+        yield e, lo, hi
         lo = hi
 
 

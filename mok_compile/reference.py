@@ -7,6 +7,7 @@ Gradient formulas: with out[s] = a[s] @ down.T and y[t] = sum_k w[t, k] out[s], 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,19 +72,21 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, Schedule]:
     """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments: ``mok::experts``."""
     plan = schedule(ids, len(experts))
-    slots = plan.order.long()
+    slots, weights = plan.order.long(), _routed(weights, ids, len(experts))
     rows = x[slots // ids.shape[1]]
     if spec.weight_on == "input":
-        rows = (rows * _wide(weights).reshape(-1)[slots][:, None]).to(x.dtype)
+        rows = (rows * weights.reshape(-1)[slots][:, None]).to(x.dtype)
     h = _cat([grouped_mm(rows, bank, plan.offsets) for bank in experts.up])
     if experts.up_bias:
         h = (_wide(h) + _cat([_bias_rows(b, ids, slots) for b in experts.up_bias])).to(x.dtype)
-    a = activation.evaluate(spec.expr, *_halves(_wide(h), spec)).to(x.dtype)
+    a = h.new_empty(h.shape[0], h.shape[1] // 2 if spec.gated else h.shape[1])
+    for part in _chunks(h):
+        a[part] = activation.evaluate(spec.expr, *_halves(_wide(h[part]), spec))
     out = grouped_mm(a, experts.down, plan.offsets)
     if experts.down_bias is not None:
         out = (_wide(out) + _bias_rows(experts.down_bias, ids, slots)).to(x.dtype)
-    y = _combine(out, weights if spec.weight_on == "output" else None, ids, slots, len(experts))
-    return y.to(spec.dtype), h, plan
+    y = _combine(out, weights if spec.weight_on == "output" else None, ids.shape, slots, spec.dtype)
+    return y, h, plan
 
 
 def backward(
@@ -102,29 +105,33 @@ def backward(
     on_output = spec.weight_on == "output"
     slots, offsets = plan.order.long(), plan.offsets
     tokens = slots // ids.shape[1]
-    weight = _wide(weights).reshape(-1)[slots][:, None]
+    weight = _routed(weights, ids, len(experts)).reshape(-1)[slots][:, None]
     dout = dy[tokens].to(x.dtype)
 
-    a, dgate, dvalue = activation.derivatives(spec.expr, *_halves(_wide(h), spec))
-    da = _wide(grouped_mm(dout, _transposed(experts.down), offsets))
-    dweight = (da * a).sum(1)
+    da = grouped_mm(dout, _transposed(experts.down), offsets)
+    a, dh, dweight = torch.empty_like(da), torch.empty_like(h), weight.new_empty(slots.shape)
+    for part in _chunks(h):
+        value, *slopes = activation.derivatives(spec.expr, *_halves(_wide(h[part]), spec))
+        da_part = _wide(da[part])
+        dweight[part] = (da_part * value).sum(1)
+        if on_output:
+            da_part, value = da_part * weight[part], value * weight[part]
+        a[part] = value
+        dh[part] = _join(*(torch.zeros_like(da_part) if d is None else da_part * d for d in slopes), spec)
     if experts.down_bias is not None and need_weights:
         dweight = dweight + (_wide(dout) * _bias_rows(experts.down_bias, ids, slots)).sum(1)
-    if on_output:
-        da = da * weight
-    dh = _join(*(torch.zeros_like(da) if d is None else da * d for d in (dgate, dvalue)), spec).to(x.dtype)
-    a = (a * weight if on_output else a).to(x.dtype)
 
     dx_rows = None
     if need_x or (need_weights and not on_output):
-        dx_rows = sum(_wide(grouped_mm(part, _transposed(bank), offsets)) for bank, part in _parts(dh, experts.up))
+        dx_rows = [grouped_mm(part, _transposed(bank), offsets) for bank, part in _parts(dh, experts.up)]
+        dx_rows = dx_rows[0] if len(dx_rows) == 1 else _wide(dx_rows[0]) + _wide(dx_rows[1])
         if not on_output:
-            dweight = (dx_rows * _wide(x[tokens])).sum(1)
-            dx_rows = dx_rows * weight
+            dweight = (_wide(dx_rows) * _wide(x[tokens])).sum(1)
+            dx_rows = _wide(dx_rows) * weight
 
     grads = []
     if need_x:
-        grads.append(_combine(dx_rows, None, ids, slots, len(experts)).to(x.dtype))
+        grads.append(_combine(dx_rows, None, ids.shape, slots, x.dtype))
     if need_weights:
         valid = _valid(ids.reshape(-1)[slots], len(experts))
         dweight = torch.where(valid, dweight, 0)
@@ -156,6 +163,17 @@ def _valid(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return (ids >= 0) & (ids < num_experts)
 
 
+def _routed(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The routing weights, zero where the slot has no expert. Rows without expert are zero too: no mask is needed."""
+    return torch.where(_valid(ids, num_experts), _wide(weights), 0)
+
+
+def _chunks(rows: torch.Tensor) -> Iterator[slice]:
+    """Rows to work on at a time: on the CPU as many as stay in cache from one pointwise op to the next."""
+    step = 256 if rows.device.type == "cpu" else max(1, rows.shape[0])
+    return (slice(lo, lo + step) for lo in range(0, rows.shape[0], step))
+
+
 def _transposed(bank: Bank) -> Bank:
     return bank.transpose(1, 2) if isinstance(bank, torch.Tensor) else [w.t() for w in bank]
 
@@ -166,9 +184,11 @@ def _parts(rows: torch.Tensor, banks: list[Bank]):
 
 
 def _bias_rows(bank: Bank, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[S, N]: the bias of each sorted row's expert (of some expert, where the row has none)."""
+    """[S, N]: the bias of each sorted row's expert, zero where it has none."""
     stacked = bank if isinstance(bank, torch.Tensor) else torch.stack(bank)
-    return _wide(stacked)[ids.reshape(-1)[slots].clamp(0, stacked.shape[0] - 1)]
+    experts = ids.reshape(-1)[slots]
+    rows = _wide(stacked)[experts.clamp(0, stacked.shape[0] - 1)]
+    return rows.masked_fill_(~_valid(experts, stacked.shape[0])[:, None], 0)
 
 
 def _halves(h: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -189,17 +209,18 @@ def _join(dgate: torch.Tensor, dup: torch.Tensor, spec: ExpertsSpec) -> torch.Te
 
 
 def _combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor, slots: torch.Tensor, num_experts: int
+    rows: torch.Tensor, weights: torch.Tensor | None, shape: torch.Size, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[S, H] in sorted order -> [T, H]: each token's slots summed in slot order; slots without expert add zero."""
-    num_tokens, k = ids.shape
+    """[S, H] in sorted order -> [T, H] in `dtype`: each token's slots summed in slot order. `shape` is (T, K)."""
     position = torch.empty_like(slots).index_copy_(0, slots, torch.arange(slots.shape[0], device=slots.device))
-    position, valid = position.view(num_tokens, k), _valid(ids, num_experts)
-    total = None
-    for i in range(k):
-        part = _wide(rows[position[:, i]])
-        if weights is not None:
-            part = part * weights[:, i, None]
-        part = torch.where(valid[:, i, None], part, 0)
-        total = part if total is None else total + part
-    return total
+    position = position.view(shape)
+    y = rows.new_empty(shape[0], rows.shape[1], dtype=dtype)
+    for tokens in _chunks(y):
+        total = None
+        for i in range(shape[1]):
+            part = _wide(rows[position[tokens, i]])
+            if weights is not None:
+                part = part * weights[tokens, i, None]
+            total = part if total is None else total + part
+        y[tokens] = total
+    return y
