@@ -28,4 +28,5 @@ class _PassesOfCheckout:
 
 
 if os.path.dirname(folder("passes")) != _PACKAGE:
-    sys.meta_path.append(_PassesOfCheckout)
+    # First: an editable install of another checkout would otherwise lend its passes to this package.
+    sys.meta_path.insert(0, _PassesOfCheckout)

@@ -244,7 +244,10 @@ def prebuild(into: str | os.PathLike) -> list[Path]:
         if reason := _obstacle(name):
             log.warning("mok-compile: leaving out the library %s: %s", name, reason)
             continue
-        built.append(Path(shutil.copy(_found(name) or _build(name), _prebuilt(name, into))))
+        library, goal = _found(name) or _build(name), _prebuilt(name, into)
+        if library.resolve() != goal.resolve():
+            shutil.copy(library, goal)
+        built.append(goal)
     if not built:
         raise BuildError("nothing to prebuild: no compiler was found")
     return built

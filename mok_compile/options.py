@@ -22,7 +22,7 @@ class Options:
     strict: raise `StrictError` when a recognisable MoE block is left unfused.
     verify: compare each fused block with the graph it replaces, outputs and gradients, on the inputs of the compile.
     engine: "auto", or the name of the engine to use where it can.
-    router: fuse the router into the block where it is understood.
+    router: reserved for fusing the router into the block; no effect in this version.
     dump: folder for the graphs before and after and the report; empty for none.
     """
 
@@ -42,7 +42,7 @@ class Options:
                 wanted = type(field.default).__name__
                 raise TypeError(f"option {PREFIX}{field.name} must be a {wanted}, got {value!r}")
         if self.engine != "auto" and self.engine not in ENGINES:
-            raise ValueError(f"option {PREFIX}engine must be auto, {' or '.join(ENGINES)}, got {self.engine!r}")
+            raise ValueError(f"option {PREFIX}engine must be one of auto, {', '.join(ENGINES)}, got {self.engine!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return {PREFIX + name: value for name, value in asdict(self).items()}

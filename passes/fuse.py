@@ -120,7 +120,7 @@ def _fused(insertion: Insertion, error: float | None) -> Site:
     detail = "; ".join(f"{name}: {why}" for name, why in choice.passed_over.items())
     return Site(
         "fused",
-        None,
+        choice.reason,
         detail,
         _where(block),
         block.spec,

@@ -71,7 +71,7 @@ def test_wrong_type_of_an_option(options, message):
 
 
 def test_unknown_engine_lists_the_valid_ones():
-    with pytest.raises(ValueError, match=r"mok\.engine must be auto, .*cpu or portable, got 'gpu'"):
+    with pytest.raises(ValueError, match=r"mok\.engine must be one of auto, .*cpu, portable, got 'gpu'"):
         split({"mok.engine": "gpu"})
 
 

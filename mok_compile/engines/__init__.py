@@ -20,6 +20,8 @@ log = logging.getLogger("mok_compile")
 
 # Best first; the last one runs everything.
 ENGINES = ("sm90", "cpu", "portable")
+# The engine made for each type of device.
+NATIVE = {"cuda": "sm90", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine that runs a block and, for each better one, why not it."""
+    """The engine that runs a block and, for each better one, why not it. `reason` is the code ``engine`` or ``arch``
+    where the engine asked for, or the device's own, had to be passed over."""
 
     name: str
     passed_over: dict[str, str]
+    reason: str | None = None
 
 
 @cache
@@ -92,15 +96,21 @@ def get(name: str) -> Engine:
 
 
 def choose(spec: ExpertsSpec, problem: Problem, wanted: str = "auto") -> Choice:
-    """The engine for a block. `wanted` is ``"auto"`` or an engine's name; one that cannot run the block is passed over
-    with a warning and the portable engine runs it: never an error, never silent."""
-    passed_over = {}
+    """The engine for a block. `wanted` is ``"auto"`` or an engine's name. Where that one (or, for ``"auto"``, the
+    device's own) cannot run the block, the portable engine does, with one warning: never an error, never silent."""
+    native = NATIVE.get(problem.device.type) if wanted == "auto" else wanted
+    passed_over, code = {}, None
     for name in ENGINES if wanted == "auto" else (wanted, "portable"):
         engine = get(name)
-        reason = engine.usable() or engine.supports(spec, problem)
+        unusable = engine.usable()
+        reason = unusable or engine.supports(spec, problem)
         if reason is None:
-            return Choice(name, passed_over)
+            return Choice(name, passed_over, code)
         passed_over[name] = reason
+        if name == native:
+            code = "arch" if unusable and wanted == "auto" else "engine"
+            if unusable or wanted != "auto":  # a build that fails says so itself
+                warn_once(f"mok-compile: engine {name} cannot run a block, the portable engine does: {reason}")
     raise AssertionError("the portable engine runs everything")
 
 
