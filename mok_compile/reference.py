@@ -73,7 +73,7 @@ def forward(
     """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments: ``mok::experts``."""
     plan = schedule(ids, len(experts))
     slots, weights = plan.order.long(), _routed(weights, ids, len(experts))
-    rows = x[slots // ids.shape[1]]
+    rows = x.index_select(0, slots // ids.shape[1])
     if spec.weight_on == "input":
         rows = (rows * weights.reshape(-1)[slots][:, None]).to(x.dtype)
     h = _cat([grouped_mm(rows, bank, plan.offsets) for bank in experts.up])
@@ -106,7 +106,7 @@ def backward(
     slots, offsets = plan.order.long(), plan.offsets
     tokens = slots // ids.shape[1]
     weight = _routed(weights, ids, len(experts)).reshape(-1)[slots][:, None]
-    dout = dy[tokens].to(x.dtype)
+    dout = dy.index_select(0, tokens).to(x.dtype)
 
     da = grouped_mm(dout, _transposed(experts.down), offsets)
     a, dh, dweight = torch.empty_like(da), torch.empty_like(h), weight.new_empty(slots.shape)
@@ -137,7 +137,7 @@ def backward(
         dweight = torch.where(valid, dweight, 0)
         grads.append(torch.empty_like(dweight).index_copy_(0, slots, dweight).to(weights.dtype).view(weights.shape))
     if need_up:
-        rows = x[tokens]
+        rows = x.index_select(0, tokens)
         rows = rows if on_output else (_wide(rows) * weight).to(x.dtype)
         for bank, part in _parts(dh, experts.up):
             grads += grouped_outer(part, rows, offsets, bank)
@@ -218,7 +218,7 @@ def _combine(
     for tokens in _chunks(y):
         total = None
         for i in range(shape[1]):
-            part = _wide(rows[position[tokens, i]])
+            part = _wide(rows.index_select(0, position[tokens, i]))
             if weights is not None:
                 part = part * weights[tokens, i, None]
             total = part if total is None else total + part
