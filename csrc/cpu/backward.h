@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward.h"
+#include "pages.h"
 
 namespace mok {
 namespace {
@@ -19,6 +20,13 @@ inline float dot(const float* a, const float* b, int64_t n) {
   return sum[0];
 }
 
+// <a, b> of each kColumns columns of a tile, into the row's places of block.partial.
+inline void partial_dots(const Block& block, const float* a, const float* b, int64_t row, const Tile& tile) {
+  const int64_t S = block.T * block.K;
+  for (int64_t c = tile.c0; c < tile.c1; c += kColumns, a += kColumns, b += kColumns)
+    block.partial[c / kColumns * S + row] = dot(a, b, smaller(tile.c1 - c, kColumns));
+}
+
 template <class Element>
 Rows<Element> rows_of_dy(const Block& block) {
   return {elements<Element>(block.dy), block.H, block.token};
@@ -27,12 +35,14 @@ Rows<Element> rows_of_dy(const Block& block) {
 // dh (gate columns first), a times its routing weight, and this tile's part of the routing weights' gradients, for rows
 // [r0, r1) of an expert and columns [c0, c1) of I.
 template <class Isa, class Element>
-void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
+void dact_tile(const Block& block, Scratch& scratch, const Tile& tile, const Tile& next) {
   const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0, width = h_columns(block);
   const Strided<Element> down = transposed_columns_of<Element>(block.down[tile.expert], tile.c0);
-  multiply_weights<Isa, Element>(scratch, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down, n, false);
+  const Strided<Element> ahead = transposed_columns_of<Element>(block.down[next.expert], next.c0);
+  multiply_weights<Isa, Element>(scratch, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down, &ahead, n,
+                                 false);
 
-  const int64_t per_block = kActivationBlock / kColumns, S = block.T * block.K;
+  const int64_t per_block = kActivationBlock / n, S = block.T * block.K;
   for (int64_t r0 = 0; r0 < rows; r0 += per_block) {
     const int64_t count = smaller(rows - r0, per_block);
     for (int64_t r = 0; r < count; r++) {
@@ -46,7 +56,7 @@ void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
       float* da = scratch.product + (r0 + r) * kLead;
       const float* a = act.value + r * n;
       const float weight = block.weight_on_input ? 1.0f : block.weight[row];
-      if (block.partial && !block.weight_on_input) block.partial[tile.c0 / kColumns * S + row] = dot(da, a, n);
+      if (block.partial && !block.weight_on_input) partial_dots(block, da, a, row, tile);
       for (int64_t i = 0; i < n; i++) da[i] *= weight;
       if (block.dh) {
         Element* dh = elements<Element>(block.dh) + row * width + tile.c0;
@@ -67,34 +77,35 @@ void dact_tile(const Block& block, Scratch& scratch, const Tile& tile) {
 }
 
 // dx = sum over a token's rows of dh @ up, for tokens [r0, r1) and columns [c0, c1) of H; with the routing weight on
-// the input also its gradient <dh @ up, x>.
+// the input also its gradient <dh @ up, x>. Few steps at a time leave room for many columns: rows of `up` are far
+// apart, and each piece costs a look-up of its page.
 template <class Isa, class Element>
 void dinput_tile(const Block& block, Scratch& scratch, const Tile& tile) {
-  const int64_t n = tile.c1 - tile.c0, S = block.T * block.K;
-  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
+  const int64_t n = tile.c1 - tile.c0;
+  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * n);
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
     for (int half = block.gated ? 0 : 1; half < 2; half++) {
       const int64_t start = half == 1 && block.gated ? block.I : 0;
       const Rows<Element> dh{elements<Element>(block.dh) + start, h_columns(block)};
       const Strided<Element> weight = transposed_columns_of<Element>(half == 0 ? block.gate[e] : block.up[e], tile.c0);
-      multiply_weights<Isa, Element>(scratch, dh, lo, hi - lo, block.I, 1, &weight, n, start > 0);
+      multiply_weights<Isa, Element>(scratch, dh, lo, hi - lo, block.I, 1, &weight, nullptr, n, start > 0, kSteps / 2);
     }
     for (int64_t r = lo; r < hi; r++) {
       const float* product = scratch.product + (r - lo) * kLead;
       const int64_t t = block.token[r];
       if (block.partial && block.weight_on_input) {
         widen_row(elements<Element>(block.x) + t * block.H + tile.c0, scratch.row[0], n);
-        block.partial[tile.c0 / kColumns * S + r] = dot(product, scratch.row[0], n);
+        partial_dots(block, product, scratch.row[0], r, tile);
       }
       if (!block.dx) continue;
       const float weight = block.weight_on_input ? block.weight[r] : 1.0f;
-      float* sum = scratch.sum + (t - tile.r0) * kColumns;
+      float* sum = scratch.sum + (t - tile.r0) * n;
       for (int64_t i = 0; i < n; i++) sum[i] += weight * product[i];
     }
   });
   if (!block.dx) return;
   for (int64_t t = tile.r0; t < tile.r1; t++)
-    narrow_row(scratch.sum + (t - tile.r0) * kColumns, elements<Element>(block.dx) + t * block.H + tile.c0, n);
+    narrow_row(scratch.sum + (t - tile.r0) * n, elements<Element>(block.dx) + t * block.H + tile.c0, n);
 }
 
 // Gradient of one expert's matrix: the sum over its rows of left[row] outer right[row], rows ascending. The tile is a
@@ -116,28 +127,36 @@ void dmatrix_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight
     right = other;
     grad = {grad.data, grad.column, grad.row};
   }
-  const int64_t first = tile.expert ? block.offsets[tile.expert - 1] : 0;
-  const int64_t k = block.offsets[tile.expert] - first, rows = tile.r1 - tile.r0, columns = tile.c1 - tile.c0;
+  const int64_t first = tile.expert ? block.offsets[tile.expert - 1] : 0, k = block.offsets[tile.expert] - first;
+  const int64_t rows = tile.r1 - tile.r0, columns = tile.c1 - tile.c0;
   Element* out = elements<Element>(grad.data) + tile.r0 * grad.row + tile.c0 * grad.column;
-  if (k > 0) {
-    const int64_t widths[kGroups] = {smaller(columns, kColumns), columns - smaller(columns, kColumns)};
-    multiply<Isa, Element>(
-        scratch, rows, k, columns > kColumns ? 2 : 1, widths, false,
-        [&](int64_t r0, int64_t count, int64_t k0, int64_t part) {
-          return Pack::across_left(scratch, left, first + k0, part, tile.r0 + r0, count);
-        },
-        [&](int64_t g, Lane* dst, int64_t w, int64_t k0, int64_t part) {
-          Pack::across(scratch, dst, w, right, first + k0, part, tile.c0 + g * kColumns, widths[g]);
-        });
-  } else {
-    fill(scratch.product, 0.0f, kLead);
-  }
-  for (int64_t r = 0; r < rows; r++, out += grad.row) {
-    const float* product = scratch.product + (k > 0 ? r * kLead : 0);
-    if (grad.column == 1) {
-      narrow_row(product, out, columns);
-    } else {
-      for (int64_t i = 0; i < columns; i++) out[i * grad.column] = narrow<Element>(product[i]);
+  // Row r and column c of the tile, n columns.
+  const auto store = [&](const float* product, int64_t r, int64_t c, int64_t n) {
+    Element* to = out + r * grad.row + c * grad.column;
+    if (grad.column == 1) return narrow_row(product, to, n);
+    for (int64_t i = 0; i < n; i++) to[i * grad.column] = narrow<Element>(product[i]);
+  };
+  constexpr int64_t kBlock = kSteps * Pack::kPerLane;
+  // With one block of steps, numbers are stored right after they are computed.
+  const bool once = k <= kBlock;
+  const int64_t lead = once ? kColumns : kLead;
+  if (k == 0) fill(scratch.product, 0.0f, kColumns);
+  for (int64_t k0 = 0; k0 == 0 || k0 < k; k0 += kBlock) {
+    const int64_t part = smaller(k - k0, kBlock), steps = Pack::steps(part);
+    Pack::across(scratch, scratch.right, right, first + k0, part, tile.c0, columns);
+    for (int64_t r0 = 0; r0 < rows; r0 += kRowsPacked) {
+      const int64_t count = smaller(rows - r0, kRowsPacked);
+      if (k0 == 0) make_present(out + r0 * grad.row, ((count - 1) * grad.row + columns) * sizeof(Element));
+      const Left packed = Pack::across_left(scratch, left, first + k0, part, tile.r0 + r0, count);
+      for (int64_t c = 0; c < columns; c += kColumns) {
+        const int64_t n = smaller(columns - c, kColumns);
+        float* product = scratch.product + (once ? 0 : r0 * lead + c);
+        if (k > 0)
+          Isa::template block<Element>(packed, scratch.right + c * steps, round_up(n, 16), product, lead, count, steps,
+                                       k0 > 0);
+        if (k0 + part < k) continue;
+        for (int64_t r = 0; r < count; r++) store(product + (k > 0 ? r * lead : 0), r0 + r, c, n);
+      }
     }
   }
 }

@@ -111,15 +111,17 @@ constexpr bool is_transposed(const Matrix& m) { return m.column != 1 && m.row ==
 using Lane = uint32_t;
 
 // Tile sizes. An output element is one sum along the contracted dimension, in ascending order and in blocks of kSteps,
-// for any number of rows; so only kSteps and kColumns (which cuts `partial`) have a say in the bits of a result.
+// for any number of rows; so only kSteps (half of it for dx) and kColumns (which cuts `partial`) have a say in the bits
+// of a result.
 constexpr int64_t kColumns = 64;               // columns of a tile: four AVX-512 vectors
-constexpr int64_t kGroups = 2;                 // such tiles side by side in one product: gate and up
+constexpr int64_t kGroups = 8;                 // such tiles side by side in one product, at most
 constexpr int64_t kSteps = 512;                // lanes of the contracted dimension that are packed at a time
 constexpr int64_t kRowsPacked = 48;            // rows of the left operand packed at a time: a multiple of 6 and of 16
 constexpr int64_t kRows = 10 * kRowsPacked;    // rows of a tile, at most
-constexpr int64_t kTokens = 4096;              // tokens whose output tile is summed at a time, at most
+constexpr int64_t kTokens = 4096;              // tokens whose 64 columns of output are summed at a time, at most
 constexpr int64_t kLead = kGroups * kColumns;  // row length of a product
-constexpr int64_t kLeadLanes = kSteps + 16;    // row length of the left operand; the pad spreads rows over cache sets
+constexpr int64_t kRight = kSteps * 4 * kColumns;  // lanes of the right operand that are packed at a time
+constexpr int64_t kLeadLanes = kSteps + 16;  // row length of the left operand; the pad spreads rows over cache sets
 constexpr int64_t kActivationBlock = 4 * kColumns;
 
 // The length of the parts that `rows` rows are cut into: at most kRows, about equal, whole packings.
@@ -132,7 +134,7 @@ constexpr int64_t rows_per_tile(int64_t rows) {
 struct alignas(64) Scratch {
   Lane left[kRowsPacked * kLeadLanes];
   Lane left_across[kSteps * kRowsPacked];
-  Lane right[kGroups][kSteps * kColumns];
+  Lane right[kRight];
   float product[kRows * kLead];
   float sum[kTokens * kColumns];
   float gate[kActivationBlock], up[kActivationBlock];
@@ -145,10 +147,11 @@ struct alignas(64) Scratch {
 struct Kernels {
   void (*enter)();  // called by each thread before its first tile
   void (*leave)();
-  void (*up)(const Block&, Scratch&, const Tile&);      // rows of x -> h, a
-  void (*down)(const Block&, Scratch&, const Tile&);    // rows of a -> tokens of y
-  void (*dact)(const Block&, Scratch&, const Tile&);    // rows of dy, h -> dh, a, partial
-  void (*dinput)(const Block&, Scratch&, const Tile&);  // rows of dh -> tokens of dx, partial
+  // The last tile of `up` and `dact` is the one likely to come next.
+  void (*up)(const Block&, Scratch&, const Tile&, const Tile&);    // rows of x -> h, a
+  void (*down)(const Block&, Scratch&, const Tile&);               // rows of a -> tokens of y
+  void (*dact)(const Block&, Scratch&, const Tile&, const Tile&);  // rows of dy, h -> dh, a, partial
+  void (*dinput)(const Block&, Scratch&, const Tile&);             // rows of dh -> tokens of dx, partial
   void (*dmatrix)(const Block&, Scratch&, const Tile&, Weight);
   void (*dbias)(const Block&, Scratch&, const Tile&, Weight);
   void (*dweight)(const Block&, Scratch&, const Tile&, int64_t tiles);

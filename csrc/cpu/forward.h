@@ -1,6 +1,8 @@
 // The forward pass, tile by tile.
 #pragma once
 
+#include <array>
+
 #include "activation.h"
 #include "product.h"
 
@@ -60,15 +62,16 @@ void store_half(const Block& block, int64_t row, HalfPlace place, int64_t c0, in
 
 // h = x @ up.T + bias and a = activation(h) for rows [r0, r1) of an expert and columns [c0, c1) of I.
 template <class Isa, class Element>
-void up_tile(const Block& block, Scratch& scratch, const Tile& tile) {
+void up_tile(const Block& block, Scratch& scratch, const Tile& tile, const Tile& next) {
   const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0;
-  // Without gate there is one group, and it holds up.
-  const Matrix& up_matrix = block.up[tile.expert];
-  const Strided<Element> weights[kGroups] = {
-      columns_of<Element>(block.gated ? block.gate[tile.expert] : up_matrix, tile.c0),
-      columns_of<Element>(up_matrix, tile.c0)};
+  // Without gate there is one, and it is up.
+  const Matrix* first = block.gated ? block.gate : block.up;
+  const auto weights_of = [&](const Tile& t) {
+    return std::array{columns_of<Element>(first[t.expert], t.c0), columns_of<Element>(block.up[t.expert], t.c0)};
+  };
+  const auto weights = weights_of(tile), ahead = weights_of(next);
   multiply_weights<Isa, Element>(scratch, rows_of_x<Element>(block), tile.r0, rows, block.H, block.gated ? 2 : 1,
-                                 weights, n, false);
+                                 weights.data(), ahead.data(), n, false);
 
   float bias[kGroups][kColumns];
   if (block.gated) load_bias<Element>(block.gate_bias, tile.expert, tile.c0, n, bias[0]);
@@ -123,6 +126,13 @@ void for_rows_of_tokens(const Block& block, int64_t t0, int64_t t1, Body body) {
   }
 }
 
+// The next expert that has rows; `e` itself if there is none.
+inline int64_t expert_after(const Block& block, int64_t e) {
+  for (int64_t i = e + 1; i < block.E; i++)
+    if (block.offsets[i] > block.offsets[e]) return i;
+  return e;
+}
+
 inline void store_output(Dtype dtype, char* data, int64_t at, const float* src, int64_t n) {
   switch (dtype) {
     case Dtype::kFloat32:
@@ -143,7 +153,8 @@ void down_tile(const Block& block, Scratch& scratch, const Tile& tile) {
   fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
     const Strided<Element> weight = columns_of<Element>(block.down[e], tile.c0);
-    multiply_weights<Isa, Element>(scratch, a, lo, hi - lo, block.I, 1, &weight, n, false);
+    const Strided<Element> next = columns_of<Element>(block.down[expert_after(block, e)], tile.c0);
+    multiply_weights<Isa, Element>(scratch, a, lo, hi - lo, block.I, 1, &weight, &next, n, false);
     float bias[kColumns];
     load_bias<Element>(block.down_bias, e, tile.c0, n, bias);
     for (int64_t r = lo; r < hi; r++) {

@@ -79,7 +79,9 @@ struct Avx512Base : Avx2 {
       for (int v = 0; v < kVectors; v++) sum[r][v] = _mm512_setzero_ps();
     const Lane* l = left.data;
     const Lane* b = right;
+    Ahead ahead = left.ahead ? *left.ahead : Ahead();
     for (int64_t s = 0; s < steps; s++, l += left.step, b += w) {
+      ahead.ask();
       __m512i column[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) column[v] = _mm512_loadu_si512(b + v * 16);
@@ -90,6 +92,7 @@ struct Avx512Base : Avx2 {
         for (int v = 0; v < kVectors; v++) sum[r][v] = multiply_add<Element>(x, column[v], sum[r][v]);
       }
     }
+    if (left.ahead) *left.ahead = ahead;
 #pragma GCC unroll 8
     for (int r = 0; r < kRowCount; r++)
 #pragma GCC unroll 4
@@ -103,7 +106,7 @@ struct Avx512Base : Avx2 {
   static void columns(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t count, int64_t steps,
                       bool accumulate) {
     for (int64_t r = 0; r < count; r += 6) {
-      const Left part{left.data + r * left.row, left.row, left.step};
+      const Left part{left.data + r * left.row, left.row, left.step, left.ahead};
       float* out = product + r * ld;
       switch (count - r) {
         case 1:
@@ -199,36 +202,36 @@ struct Avx512Base : Avx2 {
   // packing. The sums are those of `block`.
   template <class Element>
   static void direct(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product, int64_t ld,
-                     int64_t rows) {
+                     int64_t rows, int64_t most_steps) {
     switch (rows) {
       case 1:
-        return direct_rows<Element, 1>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 1>(left, src, stride, n, k, product, ld, most_steps);
       case 2:
-        return direct_rows<Element, 2>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 2>(left, src, stride, n, k, product, ld, most_steps);
       case 3:
-        return direct_rows<Element, 3>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 3>(left, src, stride, n, k, product, ld, most_steps);
       case 4:
-        return direct_rows<Element, 4>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 4>(left, src, stride, n, k, product, ld, most_steps);
       case 5:
-        return direct_rows<Element, 5>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 5>(left, src, stride, n, k, product, ld, most_steps);
       case 6:
-        return direct_rows<Element, 6>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 6>(left, src, stride, n, k, product, ld, most_steps);
       case 7:
-        return direct_rows<Element, 7>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 7>(left, src, stride, n, k, product, ld, most_steps);
       default:
-        return direct_rows<Element, 8>(left, src, stride, n, k, product, ld);
+        return direct_rows<Element, 8>(left, src, stride, n, k, product, ld, most_steps);
     }
   }
 
   template <class Element, int kRowCount>
   static void direct_rows(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product,
-                          int64_t ld) {
+                          int64_t ld, int64_t most_steps) {
     const int64_t steps = (k + kPerLane<Element> - 1) / kPerLane<Element>;
     for (int64_t c = 0; c < n; c += 16) {
       const Element* from = src + c * stride;
       const Lane* l = left.data;
-      for (int64_t block = 0; block < steps; block += kSteps) {
-        const int64_t end = steps - block < kSteps ? steps : block + kSteps;
+      for (int64_t block = 0; block < steps; block += most_steps) {
+        const int64_t end = steps - block < most_steps ? steps : block + most_steps;
         __m512 sum[kRowCount];
         for (auto& v : sum) v = _mm512_setzero_ps();
         for (int64_t s = block; s < end; s += 16, l += 16, from += 16 * kPerLane<Element>) {

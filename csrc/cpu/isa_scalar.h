@@ -15,11 +15,30 @@
 namespace mok {
 namespace {
 
-// The packed left operand: lane of row r and step s at data[r * row + s * step].
+// Memory that the next product will read: `rows` pieces of `bytes` bytes. An inner loop asks for it line by line while
+// it computes, so that packing does not wait for it. A hint: nothing depends on it, and it may be anywhere.
+struct Ahead {
+  uintptr_t row = 0;
+  int64_t stride = 0, bytes = 0, rows = 0;
+  int64_t at = 0;
+
+  MOK_INLINE void ask() {
+    if (rows == 0) return;
+    __builtin_prefetch(reinterpret_cast<const char*>(row + at), 0, 2);
+    at += 64;
+    if (at < bytes) return;
+    at = 0;
+    row += stride;
+    rows--;
+  }
+};
+
+// The packed left operand: lane of row r and step s at data[r * row + s * step]; and what to ask for meanwhile.
 struct Left {
   const Lane* data;
   int64_t row;
   int64_t step;
+  Ahead* ahead = nullptr;
 };
 
 struct Scalar {

@@ -187,6 +187,18 @@ struct Operands {
     return tiles;
   }
 
+  // Tiles of a gradient of `rows` x `columns` numbers of each expert, as wide as its packed rows leave room for: long
+  // runs of memory, written in order.
+  template <class Add>
+  void gradient_tiles(int64_t e, int64_t rows, int64_t columns, Add add) const {
+    const int64_t count = block.offsets[e] - rows_begin(e),
+                  steps = std::clamp<int64_t>((count + 15) / 16 * 16, 16, kSteps);
+    const int64_t width = kRight / steps / kColumns * kColumns, part = rows_per_tile(rows);
+    for (int64_t c = 0; c < columns; c += width)
+      for (int64_t r = 0; r < rows; r += part)
+        add(Tile{e, r, std::min(r + part, rows), c, std::min(c + width, columns)});
+  }
+
   // Tiles of `tokens` tokens and `width` columns.
   std::vector<Tile> token_tiles(int64_t columns, int64_t width, int64_t tokens) const {
     std::vector<Tile> tiles;
@@ -201,16 +213,25 @@ bool enough(const std::vector<Tile>& tiles, int64_t threads) {
   return static_cast<int64_t>(tiles.size()) >= 4 * threads;
 }
 
+// The tile that the thread which has tile i will probably take next.
+const Tile& later(const std::vector<Tile>& tiles, int64_t i, int64_t threads) {
+  return tiles[std::min<int64_t>(i + threads, tiles.size() - 1)];
+}
+
 // Tiles as large as keeps all threads busy.
-std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns) {
-  int64_t width = kColumns;
+std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t widest = kColumns,
+                               int64_t narrowest = 16) {
+  int64_t width = widest;
   std::vector<Tile> tiles = operands.expert_tiles(columns, width);
-  while (width > 16 && !enough(tiles, threads)) tiles = operands.expert_tiles(columns, width /= 2);
+  while (width > narrowest && !enough(tiles, threads)) tiles = operands.expert_tiles(columns, width /= 2);
   return tiles;
 }
 
-std::vector<Tile> token_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t narrowest = 16) {
-  int64_t width = kColumns, tokens = std::min(operands.block.T, kTokens);
+std::vector<Tile> token_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t widest = kColumns,
+                              int64_t narrowest = 16) {
+  int64_t width = widest;
+  while (width > 2 * kColumns && operands.block.T * width > kTokens * kColumns) width /= 2;
+  int64_t tokens = std::min(operands.block.T, kTokens * kColumns / width);
   for (;;) {
     std::vector<Tile> tiles = operands.token_tiles(columns, width, std::max<int64_t>(tokens, 1));
     if (enough(tiles, threads) || (tokens <= 512 && width <= narrowest)) return tiles;
@@ -257,7 +278,9 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
     std::fill_n(block.h + routed * row_bytes, (operands.slots() - routed) * row_bytes, 0);
   }
   const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I);
-  team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) { table.up(block, scratch, up_tiles[i]); });
+  team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
+    table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));
+  });
   const std::vector<Tile> down_tiles = token_tiles(operands, team.threads(), block.H);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
@@ -313,8 +336,10 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   }
 
   if (need_dh || block.a || need_weights) {
-    const std::vector<Tile> tiles = operands.expert_tiles(block.I, kColumns);
-    team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) { table.dact(block, scratch, tiles[i]); });
+    const std::vector<Tile> tiles = expert_tiles(operands, team.threads(), block.I, 4 * kColumns, kColumns);
+    team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) {
+      table.dact(block, scratch, tiles[i], later(tiles, i, team.threads()));
+    });
   }
 
   struct Task {
@@ -326,16 +351,14 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   if (need_products) {
     // `partial` has one part for each full tile of columns.
     const int64_t narrowest = need_weights && weight_on_input ? kColumns : 16;
-    const std::vector<Tile> tiles = token_tiles(operands, team.threads(), block.H, narrowest);
+    const std::vector<Tile> tiles = token_tiles(operands, team.threads(), block.H, kLead, narrowest);
     for (const Tile& tile : tiles) tasks.push_back({Task::kInput, tile, Weight::kUp});
   }
   const auto add_matrices = [&](const Matrix* matrices, int64_t rows, int64_t columns, Weight which) {
     for (int64_t e = 0; matrices && e < block.E; e++) {
       const bool swap = is_transposed(matrices[e]);
-      const int64_t r_end = swap ? columns : rows, c_end = swap ? rows : columns;
-      for (int64_t c = 0; c < c_end; c += kLead)
-        for (int64_t r = 0; r < r_end; r += kRows)
-          tasks.push_back({Task::kMatrix, {e, r, std::min(r + kRows, r_end), c, std::min(c + kLead, c_end)}, which});
+      operands.gradient_tiles(e, swap ? columns : rows, swap ? rows : columns,
+                              [&](const Tile& tile) { tasks.push_back({Task::kMatrix, tile, which}); });
     }
   };
   add_matrices(block.dgate, block.I, block.H, Weight::kGate);

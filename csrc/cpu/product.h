@@ -71,36 +71,41 @@ struct Packing {
     return {scratch.left, lead, 1};
   }
 
-  // Columns c0 .. c0 + n of rows p0 .. p0 + k, the rows along the steps: lanes [step][w].
-  static void across(Scratch& scratch, Lane* dst, int64_t w, const Rows<Element>& rows, int64_t p0, int64_t k,
-                     int64_t c0, int64_t n) {
+  // Columns c0 .. c0 + n of rows p0 .. p0 + k, the rows along the steps: panels of kColumns columns.
+  static void across(Scratch& scratch, Lane* dst, const Rows<Element>& rows, int64_t p0, int64_t k, int64_t c0,
+                     int64_t n) {
     const int64_t count = steps(k);
-    for (int64_t s = 0; s < count; s++, dst += w) {
+    for (int64_t s = 0; s < count; s++) {
       const int64_t p = s * kPerLane;
-      if (p >= k) {
-        std::memset(dst, 0, w * sizeof(Lane));
-        continue;
-      }
-      // Short pieces of distant rows: the hardware's prefetcher does not see them coming.
+      // Short pieces of distant rows: the hardware's prefetcher does not see them coming. Into the second level: rows
+      // that lie a power of two apart would push each other out of the first.
       for (int64_t ahead = kAhead; ahead < kAhead + kPerLane && p + ahead < k; ahead++)
-        for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(rows[p0 + p + ahead] + c0 + i);
-      const Element* first = scaled(scratch, 0, rows, p0 + p, c0, n);
-      if constexpr (!kPairs) {
-        widen_row(first, reinterpret_cast<float*>(dst), n);
-      } else if (p + 1 < k) {
-        const Element* second = scaled(scratch, 1, rows, p0 + p + 1, c0, n);
-        for (int64_t i = 0; i < n; i++) dst[i] = first[i].bits | uint32_t{second[i].bits} << 16;
-      } else {
-        for (int64_t i = 0; i < n; i++) dst[i] = first[i].bits;
+        for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(rows[p0 + p + ahead] + c0 + i, 0, 2);
+      for (int64_t c = 0; c < n; c += kColumns) {
+        const int64_t m = smaller(n - c, kColumns), w = round_up(m, 16);
+        Lane* to = dst + c * count + s * w;
+        if (p >= k) {
+          std::memset(to, 0, w * sizeof(Lane));
+          continue;
+        }
+        const Element* first = scaled(scratch, 0, rows, p0 + p, c0 + c, m);
+        if constexpr (!kPairs) {
+          widen_row(first, reinterpret_cast<float*>(to), m);
+        } else if (p + 1 < k) {
+          const Element* second = scaled(scratch, 1, rows, p0 + p + 1, c0 + c, m);
+          for (int64_t i = 0; i < m; i++) to[i] = first[i].bits | uint32_t{second[i].bits} << 16;
+        } else {
+          for (int64_t i = 0; i < m; i++) to[i] = first[i].bits;
+        }
+        for (int64_t i = m; i < w; i++) to[i] = 0;
       }
-      for (int64_t i = n; i < w; i++) dst[i] = 0;
     }
   }
 
   // The same as a left operand.
   static Left across_left(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t k, int64_t c0, int64_t n) {
     const int64_t w = round_up(n, 16);
-    across(scratch, scratch.left_across, w, rows, p0, k, c0, n);
+    across(scratch, scratch.left_across, rows, p0, k, c0, n);
     if constexpr (!Isa::kLeftByRows || !kPairs) return {scratch.left_across, 1, w};
     if constexpr (Isa::kLeftByRows && kPairs) {
       Isa::transpose_lanes(scratch.left, kLeadLanes, scratch.left_across, w, steps(k));
@@ -109,14 +114,27 @@ struct Packing {
   }
 
   // The right operand from a weight: n columns, k along the steps.
-  static void weight(Scratch& scratch, Lane* dst, int64_t w, const Strided<Element>& from, int64_t n, int64_t k0,
-                     int64_t k) {
+  static void weight(Scratch& scratch, Lane* dst, const Strided<Element>& from, int64_t n, int64_t k0, int64_t k) {
     const Element* src = from.data + k0 * from.step;
-    const int64_t n_stride = from.column, k_stride = from.step;
+    if (from.column == 1 && from.step != 1) return across(scratch, dst, {src, from.step}, 0, k, 0, n);
+    for (int64_t c = 0; c < n; c += kColumns)
+      panel(dst + c * steps(k), {src + c * from.column, from.column, from.step}, smaller(n - c, kColumns), k);
+  }
+
+  // What packing that reads.
+  static Ahead reads(const Strided<Element>& from, int64_t n, int64_t k0, int64_t k) {
+    constexpr int64_t kBytes = sizeof(Element);
+    const uintptr_t src = reinterpret_cast<uintptr_t>(from.data) + k0 * from.step * kBytes;
+    if (from.step == 1) return {src, from.column * kBytes, k * kBytes, n};
+    if (from.column == 1) return {src, from.step * kBytes, n * kBytes, k};
+    return {};
+  }
+
+  static void panel(Lane* dst, const Strided<Element>& from, int64_t n, int64_t k) {
+    const Element* src = from.data;
+    const int64_t w = round_up(n, 16), n_stride = from.column, k_stride = from.step;
     if (k_stride == 1) {
       Isa::template transpose<Element>(dst, w, src, n_stride, n, k, steps(k));
-    } else if (n_stride == 1) {
-      across(scratch, dst, w, {src, k_stride}, 0, k, 0, n);
     } else {
       std::memset(dst, 0, steps(k) * w * sizeof(Lane));
       for (int64_t j = 0; j < k; j++) {
@@ -134,53 +152,73 @@ struct Packing {
   }
 };
 
-// product [rows][kLead] (+)= left x right, with one right operand of n columns in each group of kColumns.
-// pack_left(r0, rows, k0, k) returns the left operand; pack_right(group, dst, w, k0, k) writes a right one.
-template <class Isa, class Element, class PackLeft, class PackRight>
-void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t groups, const int64_t* n, bool accumulate,
-              PackLeft pack_left, PackRight pack_right) {
+// product [rows][kLead] (+)= left x right, for a right operand of `panels` panels of kColumns columns, of which n[i]
+// are there. pack_left(r0, rows, k0, k) returns the left operand, pack_right(dst, k0, k) writes the right one: the
+// panels one after the other, each [step][its width]. ahead(i) is what to ask for while panel i is multiplied.
+template <class Isa, class Element, class PackLeft, class PackRight, class AheadOf>
+void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t panels, const int64_t* n, bool accumulate,
+              int64_t most_steps, PackLeft pack_left, PackRight pack_right, AheadOf ahead) {
   using Pack = Packing<Isa, Element>;
-  constexpr int64_t kBlock = kSteps * Pack::kPerLane;
+  const int64_t block = most_steps * Pack::kPerLane;
   if (k == 0 && !accumulate) std::memset(scratch.product, 0, rows * kLead * sizeof(float));
-  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    const int64_t part = smaller(k - k0, kBlock), steps = Pack::steps(part);
-    for (int64_t g = 0; g < groups; g++) pack_right(g, scratch.right[g], round_up(n[g], 16), k0, part);
+  for (int64_t k0 = 0; k0 < k; k0 += block) {
+    const int64_t part = smaller(k - k0, block), steps = Pack::steps(part);
+    pack_right(scratch.right, k0, part);
     for (int64_t r0 = 0; r0 < rows; r0 += kRowsPacked) {
       const int64_t count = smaller(rows - r0, kRowsPacked);
-      const Left left = pack_left(r0, count, k0, part);
-      for (int64_t g = 0; g < groups; g++)
-        Isa::template block<Element>(left, scratch.right[g], round_up(n[g], 16),
-                                     scratch.product + r0 * kLead + g * kColumns, kLead, count, steps,
+      Left left = pack_left(r0, count, k0, part);
+      for (int64_t i = 0; i < panels; i++) {
+        left.ahead = ahead(i);
+        Isa::template block<Element>(left, scratch.right + i * kColumns * steps, round_up(n[i], 16),
+                                     scratch.product + r0 * kLead + i * kColumns, kLead, count, steps,
                                      accumulate || k0 > 0);
+      }
     }
   }
 }
 
-// The same with weights on the right, one for each group, n columns of each.
+// The same with weights on the right: n columns of one, or n <= kColumns of each of two, where n * most_steps <=
+// kRight. `next`, if any, are the weights of the product after this one.
 template <class Isa, class Element>
-void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k, int64_t groups,
-                      const Strided<Element>* weights, int64_t n, bool accumulate) {
+void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
+                      int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
+                      bool accumulate, int64_t most_steps = kSteps) {
   using Pack = Packing<Isa, Element>;
   if constexpr (Isa::kDirectRows > 0) {
     const int64_t lead = Pack::steps(k) + 16;
     const bool fits = count <= Isa::kDirectRows && count * lead <= kRowsPacked * kLeadLanes;
-    if (fits && k > 0 && !accumulate && weights[0].step == 1 && weights[groups - 1].step == 1) {
+    if (fits && k > 0 && !accumulate && weights[0].step == 1 && weights[matrices - 1].step == 1) {
       const Left left = Pack::rows(scratch, rows, p0, count, 0, k, lead);
-      for (int64_t g = 0; g < groups; g++)
-        Isa::template direct<Element>(left, weights[g].data, weights[g].column, n, k, scratch.product + g * kColumns,
-                                      kLead, count);
+      for (int64_t i = 0; i < matrices; i++)
+        Isa::template direct<Element>(left, weights[i].data, weights[i].column, n, k, scratch.product + i * kColumns,
+                                      kLead, count, most_steps);
       return;
     }
   }
-  const int64_t widths[kGroups] = {n, n};
+  int64_t widths[kGroups] = {n, n}, panels = matrices;
+  if (matrices == 1) {
+    panels = 0;
+    for (int64_t c = 0; c < n; c += kColumns) widths[panels++] = smaller(n - c, kColumns);
+  }
+  const int64_t block = most_steps * Pack::kPerLane;
+  Ahead ahead[2];
   multiply<Isa, Element>(
-      scratch, count, k, groups, widths, accumulate,
+      scratch, count, k, panels, widths, accumulate, most_steps,
       [&](int64_t r0, int64_t part, int64_t k0, int64_t kc) {
         return Pack::rows(scratch, rows, p0 + r0, part, k0, kc);
       },
-      [&](int64_t g, Lane* dst, int64_t w, int64_t k0, int64_t kc) {
-        Pack::weight(scratch, dst, w, weights[g], n, k0, kc);
-      });
+      [&](Lane* dst, int64_t k0, int64_t kc) {
+        for (int64_t i = 0; i < matrices; i++, dst += kColumns * Pack::steps(kc))
+          Pack::weight(scratch, dst, weights[i], n, k0, kc);
+        const int64_t after = k0 + block;
+        for (int64_t i = 0; i < matrices; i++) {
+          ahead[i] = {};
+          if (!next) continue;
+          ahead[i] = after < k ? Pack::reads(weights[i], n, after, smaller(k - after, block))
+                               : Pack::reads(next[i], n, 0, smaller(k, block));
+        }
+      },
+      [&](int64_t i) { return &ahead[matrices == 1 ? 0 : i]; });
 }
 
 }  // namespace

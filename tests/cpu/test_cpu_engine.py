@@ -99,6 +99,27 @@ def test_a_token_does_not_feel_the_others(dtype, weights):
                 assert torch.equal(forward(case, inputs.tokens(part)), whole[part]), (level, part)
 
 
+@pytest.mark.parametrize("dtype", (BF16, F32), ids=str)
+@pytest.mark.parametrize("weights", ("stacked", "transposed"))
+@pytest.mark.parametrize("weight_on", ("output", "input"))
+def test_nor_do_its_gradients(dtype, weights, weight_on):
+    case = Case(T=300, H=600, I=1100, E=4, K=2, dtype=dtype, weights=weights, weight_on=weight_on)
+    inputs = make(case)
+    needs = [True, True, False, False, False, False]
+    for level in levels():
+        with at_level(level):
+            whole = run("cpu", case, inputs, needs)
+            for part in (slice(0, 1), slice(100, 107), slice(3, 300, 6)):
+                some = run("cpu", case, inputs.tokens(part), needs)
+                assert torch.equal(some["dx"][0], whole["dx"][0][part]), (level, part)
+                assert torch.equal(some["dweights"][0], whole["dweights"][0][part]), (level, part)
+
+
+@pytest.mark.parametrize("dtype", (BF16, F32), ids=str)
+def test_more_rows_than_are_packed_at_a_time(dtype):
+    check(Case(T=1100, H=400, I=24, E=2, K=1, dtype=dtype, routing="one_expert"), at=levels())
+
+
 def forward(case, inputs, save=False):
     return engines.get("cpu").forward(*inputs.operands(), case.spec, save=save)[0]
 
