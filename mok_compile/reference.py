@@ -186,7 +186,7 @@ def _parts(rows: torch.Tensor, banks: list[Bank]):
 def _bias_rows(bank: Bank, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """[S, N]: the bias of each sorted row's expert, zero where it has none."""
     stacked = bank if isinstance(bank, torch.Tensor) else torch.stack(bank)
-    experts = ids.reshape(-1)[slots]
+    experts = ids.reshape(-1)[slots].long()  # a narrow one would be a mask, or no index at all
     rows = _wide(stacked)[experts.clamp(0, stacked.shape[0] - 1)]
     return rows.masked_fill_(~_valid(experts, stacked.shape[0])[:, None], 0)
 

@@ -137,13 +137,19 @@ def _peel(value: Value) -> Value:
     """`value` without casts and copies that keep an expert number what it is."""
     while True:
         exact = value.meta.dtype in _EXACT
-        if value.op in (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default) and exact:
+        copied = value.op in (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
+        if copied and exact and not _rounds(value):
             value = value.args[0]
         else:
             return value
 
 
 _EXACT = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _rounds(value: Value) -> bool:
+    """Whether a cast narrows floats, which need not be whole numbers yet: 0.9999999999 becomes 1."""
+    return value.meta.dtype == torch.float32 and value.args[0].meta.dtype == torch.float64
 
 
 def _root(value: Value) -> Value:
@@ -232,7 +238,9 @@ def _cumsum(facts, value, a, dim, **kwargs):
 
 
 @rule(aten.searchsorted.Tensor)
-def _searchsorted(facts, value, a, b, *, right=False, side=None, **kwargs):
+def _searchsorted(facts, value, a, b, *, right=False, side=None, sorter=None, **kwargs):
+    if sorter is not None:
+        return None
     fact, probe = facts.of(a), facts.of(b)
     past = right or side == "right"
     if isinstance(fact, Expert) and fact.order == SORTED and not fact.clamped and isinstance(probe, Iota) and past:
@@ -269,8 +277,9 @@ def _index_select(facts, value, a, dim, index):
 
 @rule(aten.gather.default)
 def _gather(facts, value, a, dim, index, **kwargs):
-    # The index of a gather along rows must not change within a row: it is then an expanded row index.
-    whole_rows = len(index.meta.shape) == 1 or index.op is aten.expand.default
+    # The index of a gather along rows must not change within a row: it is then an expanded row index, of all columns.
+    columns = len(a.meta.shape) == 2 and same(value.meta.shape[-1], a.meta.shape[-1])
+    whole_rows = len(index.meta.shape) == 1 or (index.op is aten.expand.default and columns)
     return _take(facts, value, a, index) if _dim(a, dim) == 0 and whole_rows else None
 
 
@@ -358,6 +367,8 @@ def _scatter_rows(facts: Facts, value: Value, base: Value, index: Value, source:
     by, rows = facts.of(index), facts.of(source)
     if not isinstance(rows, Pointwise):
         return None
+    if not all(map(same, (index.meta.shape[0], base.meta.shape[-1]), source.meta.shape)):
+        raise Break("no-match", "the rows that are added up are not whole rows of the result")
     if not isinstance(by, Token):
         raise Break("no-match", "rows are added up by an index that is not proven to be their token")
     if by.order != rows.order or by.k != rows.k or by.ids not in (None, rows.ids):
@@ -418,9 +429,17 @@ def _squeeze(facts, value, a, dim):
     return _repeat(facts, value, a)
 
 
+@rule(aten.select.int)
+def _select(facts, value, a, dim, index):
+    fact = facts.of(a)
+    return fact.rows if isinstance(fact, Slim) and _dim(a, dim) == fact.axis and index in (0, -1) else None
+
+
 @rule(aten.expand.default)
 def _expand(facts, value, a, shape, **kwargs):
-    fact = facts.of(a)
+    fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if len(old) == len(new) and all(map(same, old, new)):  # as torch.matmul does
+        return fact
     if isinstance(fact, Lifted):
         k = value.meta.shape[1]
         return Grid(Rows(fact.x, k, None, SLOT, dtypes=frozenset([a.meta.dtype]))) if isinstance(k, int) else None

@@ -86,7 +86,7 @@ class Substitution:
     def erase(self) -> None:
         """Removes what the committed blocks leave unused, in-place ops on their own values included."""
         for block in self._committed:
-            _erase(self.graph, block.region, self.view)
+            _erase(self.graph, block, self.view)
 
     def _check_result(self, block: Block) -> None:
         cell, end = self.view.cells[block.final], self.view.positions[block.final]
@@ -177,10 +177,15 @@ def _fake(node: fx.Node) -> torch.Tensor:
     return node.meta["example_value"]
 
 
-def _erase(graph: fx.Graph, region: frozenset[fx.Node], view: View) -> None:
-    """Removes the nodes of `region` that nothing outside needs; an in-place op is needed with what it writes into."""
+def _erase(graph: fx.Graph, block: Block, view: View) -> None:
+    """Removes the nodes of a block that nothing outside needs; an in-place op is needed with what it writes into,
+    which may be memory that only starts outside: a view of a buffer."""
+    region = frozenset(node for node in block.region if not node._erased)  # by a block that this one builds upon
+    result = set(view.storages(block.final))
+    outside = {s for node in view.cells if node not in region and not node._erased for s in view.storages(node)}
     needed: set[fx.Node] = set()
     pending = [node for node in region if any(user not in region for user in node.users)]
+    pending += [writer for s in outside - result for writer in s.writers if writer in region]
     while pending:
         node = pending.pop()
         if node in needed:

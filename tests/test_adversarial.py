@@ -1,0 +1,153 @@
+"""Blocks made to deceive the proof, found by a fuzzer: each once gave another answer than eager."""
+
+import pytest
+import torch
+from blocks import HIDDEN, TOKENS, Fixed, K, routing, tokens
+from harness import Fused, assert_close, check_fused, check_refused, twin
+
+
+def problem():
+    ids, weights = routing()
+    return tokens(), ids, weights
+
+
+class NarrowGather(Fixed):
+    """Only the first columns of the rows are put back in order."""
+
+    def restore(self, rows, perm):
+        return rows.gather(0, torch.argsort(perm)[:, None].expand(-1, self.hidden // 2))
+
+    def combine(self, x, rows, weights, perm):
+        rows = self.restore(rows * weights.reshape(-1)[perm].unsqueeze(-1), perm)
+        return rows.view(-1, self.k, self.hidden // 2).sum(1)
+
+
+class WideScatter(Fixed):
+    """The rows are added onto the first columns of something wider."""
+
+    def combine(self, x, rows, weights, perm):
+        rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        token = (perm // self.k)[:, None].expand(-1, self.hidden)
+        return torch.zeros(x.shape[0], 2 * self.hidden).scatter_add(0, token, rows)
+
+
+class SortedAgain(Fixed):
+    """The ends of the experts' rows are searched in another order."""
+
+    def offsets(self, sorted_ids):
+        order = torch.arange(sorted_ids.shape[0]).flip(0)
+        return torch.searchsorted(sorted_ids, torch.arange(self.num_experts), right=True, sorter=order, out_int32=True)
+
+
+@pytest.mark.parametrize("block", [NarrowGather, WideScatter, SortedAgain])
+def test_refused(block):
+    check_refused(block(), *problem(), reason="no-match", verify=False)
+
+
+class Rounded(Fixed):
+    """A cast between floats rounds up to the expert numbers."""
+
+    def forward(self, x, ids, weights):
+        return self.experts(x, (ids.double() - 1e-12).float().long(), weights)
+
+
+def test_casts_between_floats_round():
+    check_fused(Rounded(), *problem(), verify=False)
+
+
+class Workspace(Fixed):
+    """The inverse permutation is written into a view of a buffer, which the next call may read."""
+
+    def make_weights(self):
+        super().make_weights()
+        self.register_buffer("inverse", torch.zeros(2 * TOKENS * K, dtype=torch.int64))
+
+    def restore(self, rows, perm):
+        inverse = self.inverse[: perm.shape[0]]
+        inverse[perm] = torch.arange(perm.shape[0])
+        return rows[inverse]
+
+
+class Cleared(Fixed):
+    """The rows are added onto a view of a buffer that is set to zero just before."""
+
+    def make_weights(self):
+        super().make_weights()
+        self.register_buffer("buffer", torch.ones(TOKENS + 4, HIDDEN))
+
+    def combine(self, x, rows, weights, perm):
+        buffer = self.buffer[: x.shape[0]]
+        buffer.zero_()
+        return buffer.index_add(0, perm // self.k, rows * weights.reshape(-1)[perm].unsqueeze(-1))
+
+
+class Doubled(Fixed):
+    """The down projection is doubled in place, behind autograd's back."""
+
+    def project_down(self, rows, sorted_ids, offsets):
+        self.down.data.mul_(2)
+        return super().project_down(rows, sorted_ids, offsets)
+
+
+@pytest.mark.parametrize("block", [Workspace, Cleared, Doubled])
+def test_writes_into_the_models_memory_stay(block):
+    model = block()
+    eager = twin(model)
+    compiled = check_fused_once(model, *problem())
+    eager(*problem())
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert compiled.counts() == (1, 0)
+
+
+def check_fused_once(model, *inputs):
+    """One run only: the model changes with each."""
+    torch._dynamo.reset()
+    compiled, wanted = Fused(model, verify=False), twin(model)(*inputs)
+    assert_close(compiled(*inputs), wanted)
+    return compiled
+
+
+class Small(Fixed):
+    """Narrow expert numbers, which torch would take for a mask."""
+
+    def make_weights(self):
+        super().make_weights()
+        self.up_bias = self.new(self.num_experts, 2 * self.inner)
+        self.down_bias = self.new(self.num_experts, self.hidden)
+
+    def project_up(self, rows, sorted_ids, offsets):
+        return super().project_up(rows, sorted_ids, offsets) + self.up_bias[sorted_ids.long()]
+
+    def project_down(self, rows, sorted_ids, offsets):
+        return super().project_down(rows, sorted_ids, offsets) + self.down_bias[sorted_ids.long()]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_narrow_ids_and_biases(dtype):
+    x, ids, weights = problem()
+    check_fused(Small(), x, ids.to(dtype), weights, verify=False)
+
+
+class Multiplied(Fixed):
+    """Gathered weights and torch.matmul, which says expand where there is nothing to expand."""
+
+    def experts(self, x, ids, weights):
+        flat = ids.reshape(-1)
+        rows = x[torch.arange(flat.shape[0]) // self.k]
+        rows = self.activate(self.times(self.up[flat], rows))
+        rows = self.times(self.down[flat], rows) * weights.reshape(-1, 1)
+        return rows.view(-1, self.k, self.hidden).sum(1)
+
+    def times(self, matrices, rows):
+        return (matrices @ rows.unsqueeze(-1)).squeeze(-1)
+
+
+class Selected(Multiplied):
+    def times(self, matrices, rows):
+        return torch.matmul(matrices, rows[:, :, None])[..., 0]
+
+
+@pytest.mark.parametrize("block", [Multiplied, Selected])
+def test_matmul_with_gathered_weights(block):
+    check_fused(block(), *problem(), verify=False)
