@@ -86,7 +86,8 @@ class Collector:
         found = []
         for path, owner in _experts(model).items():
             # Where the graph broke elsewhere, places start at the module whose frame was compiled: the class tells.
-            if type(owner).__name__ in classes or any(f"{place}.".startswith(f"{path}.") for place in places):
+            inside = path and f"{path}."
+            if type(owner).__name__ in classes or any(f"{place}.".startswith(inside) for place in places):
                 continue
             code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
             if code is None:
@@ -94,7 +95,8 @@ class Collector:
             file, first = code.co_filename, code.co_firstlineno
             seen = any((file, line) in self._lines for _, _, line in code.co_lines())
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
-                where = f"{path} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
+                place = path or "(no module)"  # the model itself is one block
+                where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
                 found.append(Site("missed", reason, detail, where))
         if found:  # the same blocks, each under its own name
@@ -105,10 +107,10 @@ def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Modules that look like the experts of a block, by path; for a list of experts, the module around it."""
     found = {}
     for path, module in model.named_modules():
-        owner = path.rpartition(".")[0]
-        if isinstance(module, torch.nn.ModuleList) and path.endswith("experts") and owner:
+        if isinstance(module, torch.nn.ModuleList) and path.endswith("experts"):
+            owner = path.rpartition(".")[0]
             found[owner] = model.get_submodule(owner)
-        elif type(module).__name__.endswith("Experts") and path:
+        elif type(module).__name__.endswith("Experts"):
             found[path] = module
     # Every token passes through shared experts: they are no part of a block.
     return {path: module for path, module in found.items() if "shared" not in path.lower()}
@@ -117,14 +119,19 @@ def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 @contextlib.contextmanager
 def broken_graphs(report: Report) -> Iterator[None]:
     """Notes why the graph broke meanwhile, if it did: a block that is cut is no block any more."""
-    counter = torch._dynamo.utils.counters["graph_break"]
-    before = dict(counter)
+    counters = torch._dynamo.utils.counters
+    before = {kind: dict(counters[kind]) for kind in ("graph_break", "unimplemented")}
     yield
-    for reason, count in counter.items():
-        if count > before.get(reason, 0):
-            said = " ".join(line.strip() for line in reason.split("Developer debug context")[0].splitlines())
-            said = said.replace("Explanation:", "-").replace("Hint:", "Hint:").strip()
-            report.notes.append(f"{_BREAK} {said}")
+    broke, failed = (
+        [reason for reason, count in counters[kind].items() if count > known.get(reason, 0)]
+        for kind, known in before.items()
+    )
+    # Where a loop breaks the graph Dynamo gives the whole function up, which it counts as no break.
+    for reason in broke or ([] if report.graphs else failed):
+        said = " ".join(line.strip() for line in reason.split("Developer debug context")[0].splitlines())
+        note = f"{_BREAK} {said.replace('Explanation:', '-').strip()}"
+        if note not in report.notes:
+            report.notes.append(note)
 
 
 @contextlib.contextmanager

@@ -143,3 +143,29 @@ def test_a_loop_of_someone_else_is_named():
     block, x = Block(), torch.randn(6, 8)
     assert torch.equal(torch.compile(block, backend=light)(x), block(x))
     assert counters["mok"]["missed:data-dependent"] == 1
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_experts_of_a_model_that_is_the_block_itself(loop):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = torch.nn.Linear(8, 4)
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+            y = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                if loop:
+                    tokens, slots = torch.where(ids == e)
+                    y.index_add_(0, tokens, expert(x[tokens]) * weights[tokens, slots, None])
+                else:
+                    y = y + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+            return y
+
+    report = explain(Block())(torch.randn(6, 8))
+    (site,) = report.sites
+    assert (site.status, site.reason) == ("missed", "data-dependent" if loop else "no-match")
+    assert site.location.startswith("(no module) [Block] ")
+    assert [note.startswith("graph break: ") for note in report.notes] == [True] * loop
