@@ -692,6 +692,8 @@ def _weighted_grid(fact: Grid, weights: Value, value: Value) -> Fact | None:
     shape = weights.meta.shape
     if len(shape) != 3 or not all(map(same, shape, (value.meta.shape[0], fact.rows.k, 1))):
         return None
+    if not weights.meta.dtype.is_floating_point:
+        raise Break("no-match", f"rows are multiplied by {weights.meta.dtype}, not by routing weights")
     return Grid(_weighted(fact.rows, RowWeight(weights, None, SLOT)))
 
 

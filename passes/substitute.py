@@ -23,6 +23,7 @@ from mok_compile.passes.site import Block
 from mok_compile.passes.view import Cell, Value, View
 
 aten = torch.ops.aten
+_INDICES = (aten.topk.default, aten.sort.default, aten.sort.stable)  # their second result counts from 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +106,8 @@ class Substitution:
         ids = self._per_slot(block, block.ids)
         if _fake(ids).dtype not in IDS:
             ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
+        if self._counts_from_the_end(block):
+            ids = self._emit(block, torch.remainder, ids, block.down.shape[0])
         if block.weights is None:
             weights = self._emit(block, torch.ones_like, ids, dtype=_fake(x).dtype)
         else:
@@ -125,6 +128,11 @@ class Substitution:
             base = self._operand(block, block.base)
             self._describe(block, self.graph.call_function(torch.add, (base, result)), block.final)
         return choice, problem
+
+    def _counts_from_the_end(self, block: Block) -> bool:
+        """Whether expert numbers may be negative and mean experts: where they index the weights, as in Python."""
+        indexes = any(v.op is aten.bmm.default for anchor in block.anchors for v in self.view.made[anchor])
+        return indexes and not (block.ids.op in _INDICES and block.ids.index == 1)
 
     def _operand(self, block: Block, value: Value) -> fx.Node:
         """The node to read `value` from at the block's end: the one that the block itself reads, if it still can."""

@@ -151,3 +151,22 @@ class Selected(Multiplied):
 @pytest.mark.parametrize("block", [Multiplied, Selected])
 def test_matmul_with_gathered_weights(block):
     check_fused(block(), *problem(), verify=False)
+
+
+def test_negative_ids_count_from_the_end():
+    x, ids, weights = problem()
+    check_fused(Multiplied(), x, ids - 2, weights, verify=False)
+
+
+class Masked(Multiplied):
+    """The rows are masked by whole numbers, and by nothing else."""
+
+    def experts(self, x, ids, weights):
+        flat = ids.reshape(-1)
+        rows = x[torch.arange(flat.shape[0]) // self.k]
+        rows = self.times(self.down[flat], self.activate(self.times(self.up[flat], rows)))
+        return (rows.view(-1, self.k, self.hidden) * (weights > 0.5)[..., None]).sum(1)
+
+
+def test_masks_are_no_weights():
+    check_refused(Masked(), *problem(), reason="no-match", detail="torch.bool", missed=2, verify=False)
