@@ -75,9 +75,7 @@ class _Run(fx.Interpreter):
     def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
         values = {node: self.env[node] for node in insertion.inputs}
         # What the block adds its rows onto in place has become the result.
-        operands = {
-            n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.requires_grad and t is not old
-        }
+        operands = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.requires_grad and t is not old}
         dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
         low = any(d.itemsize < 4 for d in dtypes)
         errors = {"the output": _error(old, new, low)}
