@@ -139,6 +139,7 @@ class View:
         self._recordings: dict = {}
         self._storages: dict[int, Storage] = {}
         self._grad = self._initial_grad = torch.is_grad_enabled()
+        self._grad_outside: dict[fx.Node, bool] = {}
         for node in graph.nodes:
             self.made[node] = []
             self._visit(node)
@@ -170,6 +171,13 @@ class View:
             return
         if node.target is torch._C._set_grad_enabled:
             self._grad = bool(node.args[0])
+            return
+        if node.target is torch.autograd.grad_mode._enter_inference_mode:
+            self._grad_outside[node] = self._grad
+            self._grad = self._grad and not node.args[0]
+            return
+        if node.target is torch.autograd.grad_mode._exit_inference_mode:
+            self._grad = self._grad_outside[node.args[0]]
             return
         if node.target is operator.getitem and isinstance(node.args[1], int):
             container = self.cells.get(node.args[0])

@@ -170,3 +170,17 @@ class Masked(Multiplied):
 
 def test_masks_are_no_weights():
     check_refused(Masked(), *problem(), reason="no-match", detail="torch.bool", missed=2, verify=False)
+
+
+class Inference(Fixed):
+    """The rows are weighted in inference mode, combined outside of it."""
+
+    def combine(self, x, rows, weights, perm):
+        with torch.inference_mode():
+            rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        return self.restore(rows, perm).view(-1, self.k, self.hidden).sum(1)
+
+
+def test_inference_mode_inside():
+    x, ids, weights = (t.detach() for t in problem())
+    check_refused(Inference(), x, ids, weights, reason="no-match", detail="gradients switched off", verify=False)
