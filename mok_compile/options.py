@@ -6,12 +6,15 @@ default. Everything else in `options` is Inductor's.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 PREFIX = "mok."
+log = logging.getLogger("mok_compile")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Our options and the rest. ValueError for an unknown ``mok.`` key, TypeError for a value of the wrong type."""
     known = {field.name: field for field in fields(Options)}
     given = {name: _from_environment(field) for name, field in known.items() if _variable(name) in os.environ}
+    for variable in os.environ:
+        if variable.startswith("MOK_") and variable not in (*map(_variable, known), *_OTHER_VARIABLES):
+            _warn_of(variable)
     rest = {}
     for key, value in (options or {}).items():
         name = key.removeprefix(PREFIX)
@@ -63,6 +69,16 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
             valid = ", ".join(PREFIX + n for n in known)
             raise ValueError(f"unknown option {key!r}; valid options are {valid}")
     return Options(**given), rest
+
+
+# Read elsewhere: by mok_compile.build, the cpu engine and setup.py.
+_OTHER_VARIABLES = ("MOK_CACHE_DIR", "MOK_CPU_ISA", "MOK_CXXFLAGS", "MOK_PREBUILT")
+
+
+@functools.cache
+def _warn_of(variable: str) -> None:
+    known = ", ".join(_variable(field.name) for field in fields(Options))
+    log.warning("mok-compile: the environment variable %s is none of ours (%s) and has no effect", variable, known)
 
 
 def _variable(name: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 REASONS = {
     "no-match": (
         "the graph around the experts is not one whose meaning could be proven",
-        "the detail names the op: spell it differently, add a rule for it (docs/new_rule.md), or file an issue with "
+        "the detail says where: spell it differently, use experts_implementation='grouped_mm', or file an issue with "
         "the site's repro.py (mok.dump)",
     ),
     "dtype": (
@@ -51,7 +51,7 @@ REASONS = {
     ),
     "post-norm": (
         "something works on the experts' outputs before they are combined",
-        "move it behind the combine, or in front of the down projection",
+        "move it behind the combine, if the model allows that; the block runs under Inductor meanwhile",
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",

@@ -116,12 +116,13 @@ class RowWeight(Fact):
 
 @dataclass(frozen=True)
 class BiasRows(Fact):
-    """At each row: the row of `bias` [E, N] of its expert."""
+    """At each row: the row of `bias` [E, N] of its expert; with `clamped`, of some expert where the row has none."""
 
     bias: Value
     ids: Value
     order: str
     masked: frozenset[int] = frozenset()
+    clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Column:
 class Pointwise(Fact):
     """At each row: `expr` of columns of the projections of the same rows, times the routing weight if `weight` is set.
 
-    `expr` has leaves ``Expr("column", (Column,))``. `ids`, `k` and `x` are those of the rows it started from.
+    `expr` has leaves ``Expr("column", (Column,))``. `ids`, `k` and `x` are those of the rows it started from. While
+    `stray` is set, rows without expert hold some expert's bias and must still be masked.
     """
 
     expr: Expr
@@ -203,6 +205,7 @@ class Pointwise(Fact):
     order: str
     weight: Value | None = None
     dtypes: frozenset[torch.dtype] = field(default=frozenset())
+    stray: bool = False
 
     @property
     def columns(self) -> tuple[Column, ...]:

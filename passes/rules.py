@@ -312,7 +312,7 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
     if not isinstance(by, Expert) or fact is not None or not a.meta.dtype.is_floating_point:
         return None
     if len(a.meta.shape) == 2 and (by.limit is None or same(a.meta.shape[0], by.limit + 1)):
-        return BiasRows(a, by.ids, by.order)
+        return BiasRows(a, by.ids, by.order, clamped=by.clamped)
     return ExpertWeights(_weight(a), by.ids, by.order) if len(a.meta.shape) == 3 and not by.clamped else None
 
 
@@ -389,6 +389,8 @@ def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
 def _combined(facts: Facts, rows: Fact, base: Value | None) -> Combined:
     if not isinstance(rows, Pointwise) or rows.bare is None or rows.level != 2:
         raise Break("no-match", "the rows that are combined are not the plain output of a down projection")
+    if rows.stray:
+        raise Break("no-match", "rows without expert get some expert's bias and are not masked after it")
     return Combined(rows, base)
 
 
@@ -533,7 +535,7 @@ def _masked(facts: Facts, a: Value, mask: Value, by: Fact | None, number: float 
     masked = frozenset([by.num_experts])
     if isinstance(fact, Pointwise):
         _check_masks(masked, fact.columns[0].projection.num_experts)
-        return fact
+        return replace(fact, stray=False)
     return replace(fact, masked=fact.masked | masked)
 
 
@@ -718,7 +720,9 @@ def _biased(fact: Pointwise, bias: BiasRows) -> Fact:
         raise Break("no-match", "the bias is picked by the ids of another routing")
     _check_masks(bias.masked, projection.num_experts)
     leaf = act.Expr("column", (Column(replace(projection, bias=bias.bias), "all"),))
-    return replace(fact, expr=leaf)
+    # Behind the up projection such rows take part in no further product; behind the down projection they would count.
+    stray = bias.clamped and not bias.masked and projection.level == 2
+    return replace(fact, expr=leaf, stray=stray)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)

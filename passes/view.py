@@ -192,7 +192,8 @@ class View:
 
     def _intern(self, node: fx.Node, op, args: tuple, kwargs: dict, index: int, meta: Meta) -> Value:
         detached = self._initial_grad and not self._grad and meta.dtype.is_floating_point
-        key = (op, _hashable(args), _hashable(kwargs), index, detached)
+        # The dtype too: an in-place op keeps that of what it writes into, its functional form may not.
+        key = (op, _hashable(args), _hashable(kwargs), index, detached, meta.dtype)
         value = self._interned.get(key)
         if value is None:
             value = self._interned[key] = Value(len(self.values), op, args, kwargs, index, meta, detached)

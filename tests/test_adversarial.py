@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import HIDDEN, TOKENS, Fixed, K, routing, tokens
+from blocks import HIDDEN, TOKENS, Biased, Fixed, K, routing, tokens
 from harness import Fused, assert_close, check_fused, check_refused, twin
 
 
@@ -184,3 +184,24 @@ class Inference(Fixed):
 def test_inference_mode_inside():
     x, ids, weights = (t.detach() for t in problem())
     check_refused(Inference(), x, ids, weights, reason="no-match", detail="gradients switched off", verify=False)
+
+
+class StrayBias(Biased, Fixed):
+    """Ids are clamped so that they can pick a bias; rows without expert then have the last expert's."""
+
+    def project_down(self, rows, sorted_ids, offsets):
+        rows = Fixed.project_down(self, rows, sorted_ids, offsets)
+        return self.mask(rows + self.down_bias[sorted_ids.clamp(max=self.num_experts - 1)], sorted_ids)
+
+    def mask(self, rows, sorted_ids):
+        return rows
+
+
+class MaskedBias(StrayBias):
+    def mask(self, rows, sorted_ids):
+        return rows.masked_fill((sorted_ids >= self.num_experts).unsqueeze(-1), 0.0)
+
+
+def test_clamped_biases_need_a_mask_behind_them():
+    check_refused(StrayBias(), *problem(), reason="no-match", detail="not masked", verify=False)
+    check_fused(MaskedBias(), *problem(), verify=False)
