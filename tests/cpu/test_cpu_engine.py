@@ -30,7 +30,7 @@ def test_grid(part):
         check(case, at=levels())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_full_grid():
     for case in grid(full=True):
         check(case, at=levels())

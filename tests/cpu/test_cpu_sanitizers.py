@@ -20,10 +20,10 @@ def runtime(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", ["small", "full"])
 def test_sanitizers(grid):
-    """The small grid takes two minutes with the build; the full one ten: by hand, with -m slow."""
+    """The small grid takes two minutes with the build; the full one ten: by hand, with -m exhaustive."""
     if reason := build.unavailable("cpu"):
         pytest.skip(reason)
     libraries = [runtime(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
