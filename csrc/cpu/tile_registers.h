@@ -4,9 +4,6 @@
 
 #include <cstdint>
 #include <cstring>
-#if !defined(MOK_EMULATE_AMX)
-#include <immintrin.h>
-#endif
 
 #include "convert.h"
 
@@ -61,13 +58,14 @@ void tile_multiply_add() {
 
 #else
 
+// Not by intrinsics: gcc's _tile_loadconfig tells the compiler of the first 8 bytes only, so that the rest of the
+// configuration may never reach memory; and the others are macros that want literal tile numbers.
 inline void tiles_configure() {
-  const TileConfig config;
-  _tile_loadconfig(&config);
+  static constexpr TileConfig config;
+  asm volatile("ldtilecfg %0" ::"m"(config));
 }
-inline void tiles_release() { _tile_release(); }
+inline void tiles_release() { asm volatile("tilerelease"); }
 
-// The intrinsics are macros that want literal tile numbers.
 template <int kTile>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));

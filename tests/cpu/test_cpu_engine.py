@@ -1,6 +1,9 @@
 """The CPU engine against the float64 oracle, at every instruction set, and what it promises about bits."""
 
 import math
+import os
+import platform
+import sys
 
 import pytest
 import torch
@@ -54,6 +57,14 @@ def test_check_notices_a_wrong_answer(monkeypatch):
 def test_levels_can_be_forced(level, monkeypatch):
     monkeypatch.setenv("MOK_CPU_ISA", level)
     assert cpu.level() == (level if level in [*levels()] else cpu.LEVELS[torch.ops.mok_cpu.best_level()])
+
+
+@pytest.mark.skipif("MOK_CXXFLAGS" in os.environ, reason="flags of one's own may emulate the tile registers")
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="no AMX there")
+def test_tile_configuration_is_whole_in_the_library():
+    """The processor reads 64 bytes; a compiler that is told of fewer need not write the others. Seen without AMX too."""
+    config = bytes([1, 0, *14 * [0], *8 * [64, 0], *16 * [0], *8 * [16], *8 * [0]])
+    assert len(config) == 64 and config in build.load("cpu").read_bytes()
 
 
 def test_unknown_level(monkeypatch):
