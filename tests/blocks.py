@@ -193,6 +193,30 @@ class Sentinel(Moe):
         return rows.view(-1, self.k, self.hidden).sum(1).to(x.dtype)
 
 
+class Gathered(Moe):
+    """batched_mm of transformers: x repeated, W [S, out, in] @ x [S, in, 1]."""
+
+    def experts(self, x, ids, weights):
+        flat = ids.reshape(-1)
+        rows = self.repeat(x)
+        h = self.multiply(self.up, flat, rows)
+        gate, up = h.chunk(2, -1)
+        out = self.multiply(self.down, self.down_ids(flat), torch.nn.functional.silu(gate) * up)
+        return self.weigh(out, weights).view(-1, self.k, self.hidden).sum(1)
+
+    def repeat(self, x):
+        return x.repeat_interleave(self.k, dim=0)
+
+    def down_ids(self, flat):
+        return flat
+
+    def multiply(self, weight, flat, rows):
+        return torch.bmm(weight[flat], rows.unsqueeze(-1)).squeeze(-1)
+
+    def weigh(self, out, weights):
+        return out * weights.reshape(-1).unsqueeze(-1)
+
+
 class Stack(nn.Module):
     """Blocks in a row with residual connections."""
 
