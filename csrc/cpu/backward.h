@@ -143,6 +143,7 @@ void dmatrix_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight
   if (k == 0) fill(scratch.product, 0.0f, kColumns);
   for (int64_t k0 = 0; k0 == 0 || k0 < k; k0 += kBlock) {
     const int64_t part = smaller(k - k0, kBlock), steps = Pack::steps(part);
+    scratch.packed = {};
     Pack::across(scratch, scratch.right, right, first + k0, part, tile.c0, columns);
     for (int64_t r0 = 0; r0 < rows; r0 += kRowsPacked) {
       const int64_t count = smaller(rows - r0, kRowsPacked);

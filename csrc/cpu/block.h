@@ -130,8 +130,22 @@ constexpr int64_t rows_per_tile(int64_t rows) {
   return parts <= 1 ? rows : (rows + parts * kRowsPacked - 1) / (parts * kRowsPacked) * kRowsPacked;
 }
 
+// Which inputs lie packed in a thread's buffer; none without `base`.
+struct Inputs {
+  const void* base = nullptr;
+  const int32_t* index = nullptr;
+  const float* scale = nullptr;
+  int64_t first = 0, count = 0, k0 = 0, k = 0;
+
+  bool operator==(const Inputs& o) const {
+    return base == o.base && index == o.index && scale == o.scale && first == o.first && count == o.count &&
+           k0 == o.k0 && k == o.k;
+  }
+};
+
 // Buffers of one thread.
 struct alignas(64) Scratch {
+  Inputs packed;  // what is in `right`, where it is worth keeping
   Lane left[kRowsPacked * kLeadLanes];
   Lane left_across[kSteps * kRowsPacked];
   Lane right[kRight];
@@ -147,6 +161,7 @@ struct alignas(64) Scratch {
 struct Kernels {
   void (*enter)();  // called by each thread before its first tile
   void (*leave)();
+  int64_t down_columns;  // the widest tile of `down`
   // The last tile of `up` and `dact` is the one likely to come next.
   void (*up)(const Block&, Scratch&, const Tile&, const Tile&);    // rows of x -> h, a
   void (*down)(const Block&, Scratch&, const Tile&);               // rows of a -> tokens of y

@@ -150,22 +150,22 @@ template <class Isa, class Element>
 void down_tile(const Block& block, Scratch& scratch, const Tile& tile) {
   const int64_t n = tile.c1 - tile.c0;
   const Rows<Element> a{elements<Element>(block.a), block.I};
-  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * kColumns);
+  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * n);
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
     const Strided<Element> weight = columns_of<Element>(block.down[e], tile.c0);
     const Strided<Element> next = columns_of<Element>(block.down[expert_after(block, e)], tile.c0);
     multiply_weights<Isa, Element>(scratch, a, lo, hi - lo, block.I, 1, &weight, &next, n, false);
-    float bias[kColumns];
+    float bias[kLead];
     load_bias<Element>(block.down_bias, e, tile.c0, n, bias);
     for (int64_t r = lo; r < hi; r++) {
       const float weight = block.weight_on_input ? 1.0f : block.weight[r];
       const float* product = scratch.product + (r - lo) * kLead;
-      float* sum = scratch.sum + (block.token[r] - tile.r0) * kColumns;
+      float* sum = scratch.sum + (block.token[r] - tile.r0) * n;
       for (int64_t i = 0; i < n; i++) sum[i] += weight * (product[i] + bias[i]);
     }
   });
   for (int64_t t = tile.r0; t < tile.r1; t++)
-    store_output(block.out_dtype, block.y, t * block.H + tile.c0, scratch.sum + (t - tile.r0) * kColumns, n);
+    store_output(block.out_dtype, block.y, t * block.H + tile.c0, scratch.sum + (t - tile.r0) * n, n);
 }
 
 }  // namespace

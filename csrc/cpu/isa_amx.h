@@ -11,7 +11,11 @@ struct Amx : Avx512Bf16 {
   static constexpr int64_t kStepMultiple = 16;
   static constexpr int64_t kRowMultiple = 16;
   static constexpr bool kLeftByRows = true;
-  static constexpr int64_t kDirectRows = 0;  // its sums would not be those of the tile registers
+  // Few rows of bfloat16 take the tile registers like many: else a token's bits would depend on how many there are.
+  template <class Element>
+  static constexpr int64_t kDirectRows = pairs<Element> ? 0 : 8;
+  template <class Element>
+  static constexpr bool kStreams = pairs<Element>;
 
   static void enter() { tiles_configure(); }
   static void leave() { tiles_release(); }
@@ -50,6 +54,94 @@ struct Amx : Avx512Bf16 {
     if constexpr (kN > 1) tile_store<1>(product + 16, ld_bytes);
     if constexpr (kM > 1) tile_store<2>(product + 16 * ld, ld_bytes);
     if constexpr (kM > 1 && kN > 1) tile_store<3>(product + 16 * ld + 16, ld_bytes);
+  }
+
+  // A tile of a weight that is not whole: n <= 16 rows and `bytes` <= 64 of each, zeros around.
+  template <int kTile>
+  static void load_part(const Bf16* src, int64_t stride, int64_t n, int64_t bytes) {
+    alignas(64) char whole[16][64] = {};
+    for (int64_t i = 0; i < n; i++) std::memcpy(whole[i], src + i * stride, bytes);
+    tile_load<kTile>(whole, 64);
+  }
+
+  // The transpose of tile kTile to product.
+  template <int kTile>
+  static void store_transposed(float* product, int64_t ld, bool accumulate) {
+    alignas(64) float tile[16][16];
+    tile_store<kTile>(tile, 64);
+    __m512i row[16];
+    for (int i = 0; i < 16; i++) row[i] = _mm512_load_si512(tile[i]);
+    transpose16(row);
+    for (int i = 0; i < 16; i++) {
+      float* out = product + i * ld;
+      const __m512 sum = _mm512_castsi512_ps(row[i]);
+      _mm512_storeu_ps(out, accumulate ? _mm512_add_ps(_mm512_loadu_ps(out), sum) : sum);
+    }
+  }
+
+  // Of 16 kW rows of a weight (n are there) and 16 kR packed rows.
+  template <int kW, int kR, bool kWhole>
+  static void stream_tiles(const Bf16* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t rows_ld,
+                           float* product, int64_t ld, bool accumulate, Ahead& ahead, int64_t asks) {
+    tile_zero<0>();
+    if constexpr (kR > 1) tile_zero<1>();
+    if constexpr (kW > 1) tile_zero<2>();
+    if constexpr (kW > 1 && kR > 1) tile_zero<3>();
+    const int64_t whole = kWhole ? k / 32 * 32 : 0;
+    const auto multiply = [&](int64_t s) {
+      tile_load<6>(rows + s * 8, 64);
+      tile_multiply_add<0, 4, 6>();
+      if constexpr (kW > 1) tile_multiply_add<2, 5, 6>();
+      if constexpr (kR > 1) {
+        tile_load<7>(rows + rows_ld + s * 8, 64);
+        tile_multiply_add<1, 4, 7>();
+        if constexpr (kW > 1) tile_multiply_add<3, 5, 7>();
+      }
+    };
+    for (int64_t s = 0; s < whole; s += 32) {
+      tile_load<4>(weight + s, stride * 2);
+      if constexpr (kW > 1) tile_load<5>(weight + 16 * stride + s, stride * 2);
+      for (int64_t i = 0; i < asks; i++) ahead.ask();
+      multiply(s);
+    }
+    for (int64_t s = whole; s < k; s += 32) {
+      const int64_t bytes = (k - s < 32 ? k - s : 32) * 2;
+      load_part<4>(weight + s, stride, n < 16 ? n : 16, bytes);
+      if constexpr (kW > 1) load_part<5>(weight + 16 * stride + s, stride, n - 16, bytes);
+      multiply(s);
+    }
+    store_transposed<0>(product, ld, accumulate);
+    if constexpr (kR > 1) store_transposed<1>(product + 16 * ld, ld, accumulate);
+    if constexpr (kW > 1) store_transposed<2>(product + 16, ld, accumulate);
+    if constexpr (kW > 1 && kR > 1) store_transposed<3>(product + 16 * ld + 16, ld, accumulate);
+  }
+
+  // product[r][c] (+)= <row r, row c of the weight> for n <= 32 rows of a weight and `count` packed rows.
+  static void stream(const Bf16* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
+                     float* product, int64_t ld, bool accumulate, Ahead ahead) {
+    const int64_t rows_ld = (k + 31) / 32 * 256;
+    // The lines of the next panel, spread over the steps of this one.
+    const int64_t passes = (count + 31) / 32, asks = (32 + passes - 1) / passes;
+    for (int64_t r = 0; r < count; r += 32, rows += 2 * rows_ld, product += 32 * ld) {
+      const auto go = [&](auto tall, auto wide, auto whole) {
+        stream_tiles<tall.value, wide.value, whole.value>(weight, stride, n, k, rows, rows_ld, product, ld, accumulate,
+                                                          ahead, asks);
+      };
+      using One = std::integral_constant<int, 1>;
+      using Two = std::integral_constant<int, 2>;
+      const auto with_rows = [&](auto tall, auto whole) {
+        count - r > 16 ? go(tall, Two(), whole) : go(tall, One(), whole);
+      };
+      if (n == 32) {
+        with_rows(Two(), std::true_type());
+      } else if (n == 16) {
+        with_rows(One(), std::true_type());
+      } else if (n > 16) {
+        with_rows(Two(), std::false_type());
+      } else {
+        with_rows(One(), std::false_type());
+      }
+    }
   }
 
   template <class Element>

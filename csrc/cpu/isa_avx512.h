@@ -151,13 +151,13 @@ struct Avx512Base : Avx2 {
   }
 
   // dst[c][s] = src[s][c] for multiples of 16 of both.
-  static void transpose_lanes(Lane* dst, int64_t ld, const Lane* src, int64_t w, int64_t steps) {
+  static void transpose_lanes(Lane* dst, int64_t dst_ld, const Lane* src, int64_t src_ld, int64_t w, int64_t steps) {
     for (int64_t s = 0; s < steps; s += 16) {
       for (int64_t c = 0; c < w; c += 16) {
         __m512i row[16];
-        for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_si512(src + (s + i) * w + c);
+        for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_si512(src + (s + i) * src_ld + c);
         transpose16(row);
-        for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + (c + i) * ld + s, row[i]);
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + (c + i) * dst_ld + s, row[i]);
       }
     }
   }
@@ -196,6 +196,7 @@ struct Avx512Base : Avx2 {
     }
   }
 
+  template <class Element>
   static constexpr int64_t kDirectRows = 8;
 
   // product = left x weight for few rows, straight from the weight: each number of it is used too few times to be worth

@@ -6,7 +6,8 @@
 //   kLeftByRows    the left operand must have consecutive steps of a row beside each other
 //   pairs<E>       whether a lane is a pair of E (else one float)
 //   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
-//   kDirectRows    up to so many rows, a weight with unit stride along the steps is not packed: direct<E>
+//   kDirectRows<E> up to so many rows, a weight with unit stride along the steps is not packed: direct<E>
+//   kStreams<E>    such a weight is never packed, but the left operand of the transposed product: stream<E>
 //   transpose<E>   packs n <= w rows of k elements into lanes [step][w]; unset columns and steps become zero
 #pragma once
 
@@ -45,7 +46,10 @@ struct Scalar {
   static constexpr int64_t kStepMultiple = 1;
   static constexpr int64_t kRowMultiple = 1;
   static constexpr bool kLeftByRows = false;
+  template <class Element>
   static constexpr int64_t kDirectRows = 0;
+  template <class Element>
+  static constexpr bool kStreams = false;
   template <class Element>
   static constexpr bool pairs = false;
 

@@ -11,6 +11,7 @@ template <class Isa, class Element>
 Kernels kernels_of() {
   return {&Isa::enter,
           &Isa::leave,
+          Isa::template kStreams<Element> ? kLead : kColumns,
           &up_tile<Isa, Element>,
           &down_tile<Isa, Element>,
           &dact_tile<Isa, Element>,

@@ -281,7 +281,7 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
     table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));
   });
-  const std::vector<Tile> down_tiles = token_tiles(operands, team.threads(), block.H);
+  const std::vector<Tile> down_tiles = token_tiles(operands, team.threads(), block.H, table.down_columns);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
 

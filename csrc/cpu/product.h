@@ -108,7 +108,7 @@ struct Packing {
     across(scratch, scratch.left_across, rows, p0, k, c0, n);
     if constexpr (!Isa::kLeftByRows || !kPairs) return {scratch.left_across, 1, w};
     if constexpr (Isa::kLeftByRows && kPairs) {
-      Isa::transpose_lanes(scratch.left, kLeadLanes, scratch.left_across, w, steps(k));
+      Isa::transpose_lanes(scratch.left, kLeadLanes, scratch.left_across, w, w, steps(k));
       return {scratch.left, kLeadLanes, 1};
     }
   }
@@ -152,6 +152,56 @@ struct Packing {
   }
 };
 
+// Rows p0 .. p0 + count, columns k0 .. k0 + k, as right operand of tile registers: [sixteen rows][step][row]. They stay
+// in scratch.right, for the next tile of the same rows.
+template <class Isa, class Element>
+void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k0, int64_t k) {
+  using Pack = Packing<Isa, Element>;
+  const Inputs wanted{rows.base, rows.index, rows.scale, p0, count, k0, k};
+  if (scratch.packed == wanted) return;
+  scratch.packed = wanted;
+  const int64_t steps = Pack::steps(k), block = kSteps * Pack::kPerLane;
+  for (int64_t r0 = 0; r0 < count; r0 += kRowsPacked) {
+    const int64_t some = smaller(count - r0, kRowsPacked);
+    for (int64_t c = 0; c < k; c += block) {
+      const int64_t part = smaller(k - c, block);
+      const Left left = Pack::rows(scratch, rows, p0 + r0, some, k0 + c, part);
+      for (int64_t r = 0; r < some; r += 16)
+        Isa::transpose_lanes(scratch.right + ((r0 + r) * steps + c / Pack::kPerLane * 16), 16, left.data + r * left.row,
+                             left.row, Pack::steps(part), 16);
+    }
+  }
+}
+
+// multiply_weights for weights that lie contiguous along the steps: left operands of the transposed product, they go
+// from memory into tile registers as they are, each number once for 32 rows. While one panel of 32 columns is
+// multiplied, the next one is asked for.
+template <class Isa, class Element>
+void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
+                    int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
+                    bool accumulate) {
+  using Pack = Packing<Isa, Element>;
+  constexpr int64_t kPanel = 32, kBlock = kRight / 16 * Pack::kPerLane;
+  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    const int64_t part = smaller(k - k0, kBlock), room = kRight / Pack::steps(part) / 16 * 16;
+    for (int64_t r0 = 0; r0 < count; r0 += room) {
+      const int64_t some = smaller(count - r0, room);
+      pack_inputs<Isa>(scratch, rows, p0 + r0, some, k0, part);
+      for (int64_t i = 0; i < matrices; i++) {
+        for (int64_t c = 0; c < n; c += kPanel) {
+          const Element* weight = weights[i].data + c * weights[i].column + k0;
+          const Strided<Element>* after = c + kPanel < n ? &weights[i] : i + 1 < matrices ? &weights[i + 1] : next;
+          Ahead ahead;
+          if (after) ahead = Pack::reads(*after, kPanel, k0, part);
+          if (after == &weights[i]) ahead.row += (c + kPanel) * weights[i].column * sizeof(Element);
+          Isa::stream(weight, weights[i].column, smaller(n - c, kPanel), part, scratch.right, some,
+                      scratch.product + r0 * kLead + i * kColumns + c, kLead, accumulate || k0 > 0, ahead);
+        }
+      }
+    }
+  }
+}
+
 // product [rows][kLead] (+)= left x right, for a right operand of `panels` panels of kColumns columns, of which n[i]
 // are there. pack_left(r0, rows, k0, k) returns the left operand, pack_right(dst, k0, k) writes the right one: the
 // panels one after the other, each [step][its width]. ahead(i) is what to ask for while panel i is multiplied.
@@ -160,6 +210,7 @@ void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t panels, const i
               int64_t most_steps, PackLeft pack_left, PackRight pack_right, AheadOf ahead) {
   using Pack = Packing<Isa, Element>;
   const int64_t block = most_steps * Pack::kPerLane;
+  scratch.packed = {};
   if (k == 0 && !accumulate) std::memset(scratch.product, 0, rows * kLead * sizeof(float));
   for (int64_t k0 = 0; k0 < k; k0 += block) {
     const int64_t part = smaller(k - k0, block), steps = Pack::steps(part);
@@ -184,10 +235,14 @@ void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, i
                       int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
                       bool accumulate, int64_t most_steps = kSteps) {
   using Pack = Packing<Isa, Element>;
-  if constexpr (Isa::kDirectRows > 0) {
+  const bool along = k > 0 && weights[0].step == 1 && weights[matrices - 1].step == 1;
+  if constexpr (Isa::template kStreams<Element>) {
+    if (along) return stream_weights<Isa>(scratch, rows, p0, count, k, matrices, weights, next, n, accumulate);
+  }
+  if constexpr (Isa::template kDirectRows<Element> > 0) {
     const int64_t lead = Pack::steps(k) + 16;
-    const bool fits = count <= Isa::kDirectRows && count * lead <= kRowsPacked * kLeadLanes;
-    if (fits && k > 0 && !accumulate && weights[0].step == 1 && weights[matrices - 1].step == 1) {
+    const bool fits = count <= Isa::template kDirectRows<Element> && count * lead <= kRowsPacked * kLeadLanes;
+    if (fits && along && !accumulate) {
       const Left left = Pack::rows(scratch, rows, p0, count, 0, k, lead);
       for (int64_t i = 0; i < matrices; i++)
         Isa::template direct<Element>(left, weights[i].data, weights[i].column, n, k, scratch.product + i * kColumns,

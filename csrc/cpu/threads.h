@@ -19,6 +19,7 @@ class Team {
   Team() : threads_(std::max<int64_t>(1, torch::stable::get_num_threads())) {
     scratch_.reset(static_cast<Scratch*>(std::aligned_alloc(alignof(Scratch), sizeof(Scratch) * threads_)));
     if (!scratch_) throw std::bad_alloc();
+    for (int64_t i = 0; i < threads_; i++) scratch_.get()[i].packed = {};
   }
 
   int64_t threads() const { return threads_; }
