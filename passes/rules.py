@@ -43,6 +43,7 @@ from mok_compile.passes.facts import (
     Token,
     Weight,
 )
+from mok_compile.passes.sign import may_be_negative
 from mok_compile.passes.view import Value, View
 
 aten = torch.ops.aten
@@ -566,6 +567,8 @@ def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
         raise Break("no-match", f"{ends.num_experts} experts are counted, but the weight has {weight.meta.shape[0]}")
     if facts.of(weight) is not None:
         raise Break("no-match", "the weight of the grouped matmul depends on the routing")
+    if may_be_negative(ends.ids, ends.num_experts):
+        raise Break("no-match", "the expert numbers are computed so that they may be negative")
     stored = _weight(weight)
     return _projected(value, source, replace(stored, transposed=not stored.transposed), source.ids)
 

@@ -136,8 +136,8 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
         # Rows added onto something are the result as they are: what they were added onto is overwritten by then.
         while combined.base is None and len(node.users) == 1:
             user = next(iter(node.users))
-            if user.op == "output" or _made(user, view, facts) != combined:
-                break
+            if user.op == "output" or _made(user, view, facts) != combined or user in view.without_grad:
+                break  # the op runs where the last node did, and needs its gradient
             seen.add(node)
             node = user
         pending = [node]

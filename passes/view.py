@@ -45,8 +45,9 @@ class Meta:
 class Value:
     """One tensor value: output `index` of `op` applied to `args` (values, constants, nested tuples of these).
 
-    `op` is an OpOverload, or "input" / "opaque" for what the view does not look into. `detached` marks values computed
-    while gradients were switched off inside a graph that computes gradients.
+    `op` is an OpOverload, or "input" / "opaque" for what the view does not look into, "written" for what it became when
+    something unknown was written into it. `detached` marks values computed while gradients were switched off inside a
+    graph that computes gradients.
     """
 
     __slots__ = ("args", "detached", "index", "kwargs", "meta", "number", "op")
@@ -140,6 +141,7 @@ class View:
         self._storages: dict[int, Storage] = {}
         self._grad = self._initial_grad = torch.is_grad_enabled()
         self._grad_outside: dict[fx.Node, bool] = {}
+        self.without_grad: set[fx.Node] = set()  # nodes that run while gradients are switched off inside the graph
         for node in graph.nodes:
             self.made[node] = []
             self._visit(node)
@@ -166,6 +168,8 @@ class View:
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":
             return
+        if self._initial_grad and not self._grad:
+            self.without_grad.add(node)
         if node.op in ("placeholder", "get_attr"):
             self._hold(node, lambda example: self._intern(node, "input", (node.name,), {}, 0, Meta.of(example)))
             return
@@ -201,9 +205,9 @@ class View:
         self.made[node].append(value)
         return value
 
-    def _fresh(self, node: fx.Node, meta: Meta) -> Value:
+    def _fresh(self, node: fx.Node, meta: Meta, op: str = "opaque") -> Value:
         """A value that equals no other."""
-        return self._intern(node, "opaque", (node.name, len(self.values)), {}, 0, meta)
+        return self._intern(node, op, (node.name, len(self.values)), {}, 0, meta)
 
     def _hold(self, node: fx.Node, value_of: Callable[[torch.Tensor], Value]) -> None:
         """Gives `node` new cells after its example values."""
@@ -234,7 +238,10 @@ class View:
         position = self.positions[node]
         cell.storage.writers.append(node)
         for other in cell.storage.cells:
-            other.history.append((position, value if other is cell else self._fresh(node, other.value.meta)))
+            other.history.append((position, value if other is cell else self._overwritten(node, other)))
+
+    def _overwritten(self, node: fx.Node, cell: Cell) -> Value:
+        return self._fresh(node, cell.value.meta, "written")
 
     def _opaque(self, node: fx.Node) -> None:
         """A node that the view does not look into: its results are unknown, and it may have written its arguments."""
@@ -242,7 +249,7 @@ class View:
             example = arg.meta.get("example_value")
             for cell, fake in zip(tree_leaves(self.cells.get(arg)), tree_leaves(example), strict=False):
                 if isinstance(cell, Cell) and _may_write(node, fake):
-                    self._write(node, cell, self._fresh(node, cell.value.meta))
+                    self._write(node, cell, self._overwritten(node, cell))
         self._hold(node, lambda example: self._fresh(node, Meta.of(example)))
 
     def _record(self, node: fx.Node) -> tuple[_Recording, list[Cell]] | None:
@@ -295,7 +302,8 @@ class View:
                 functional = _functional(step.op)
                 meta = made[ref].value.meta
                 known = functional and len(step.written) == 1
-                value = self._intern(node, functional, args, kwargs, 0, meta) if known else self._fresh(node, meta)
+                new = (node, functional, args, kwargs, 0, meta)
+                value = self._intern(*new) if known else self._fresh(node, meta, "written")
                 self._write(node, made[ref], value)
             for ref, meta, alias in step.outputs:
                 random = torch.Tag.nondeterministic_seeded in step.op.tags

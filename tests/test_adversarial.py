@@ -48,7 +48,7 @@ class Rounded(Fixed):
     """A cast between floats rounds up to the expert numbers."""
 
     def forward(self, x, ids, weights):
-        return self.experts(x, (ids.double() - 1e-12).float().long(), weights)
+        return self.experts(x, (ids.double() * (1 - 1e-12)).float().long(), weights)
 
 
 def test_casts_between_floats_round():
@@ -158,6 +158,56 @@ def test_negative_ids_count_from_the_end():
     check_fused(Multiplied(), x, ids - 2, weights, verify=False)
 
 
+class Shifted(Fixed):
+    """Sorted first, rows of negative numbers push all others to the wrong experts."""
+
+    def forward(self, x, ids, weights):
+        return self.experts(x, self.shifted(ids), weights)
+
+    def shifted(self, ids):
+        return ids - 1
+
+
+class Negated(Shifted):
+    def shifted(self, ids):
+        ids = ids.clone()
+        ids[:1].neg_()
+        return ids
+
+
+class FilledNegative(Shifted):
+    def shifted(self, ids):
+        return ids.masked_fill(ids > 2, -1)
+
+
+@pytest.mark.parametrize("block", [Shifted, Negated, FilledNegative])
+def test_computed_numbers_that_may_be_negative(block):
+    check_refused(block(), *problem(), reason="no-match", detail="may be negative", verify=False)
+
+
+class Folded(Shifted):
+    """As expert parallelism does: numbers of other ranks' experts mean none."""
+
+    def shifted(self, ids):
+        return torch.where(ids // 3 != 0, 5, (ids - 3) % 3).clamp(min=0)
+
+
+def test_computed_numbers_that_cannot_be_negative():
+    check_fused(Folded(), *problem(), verify=False)
+
+
+class Lone(Shifted):
+    """With one expert `histc` counts every number there is."""
+
+    def shifted(self, ids):
+        return ids + 1
+
+
+def test_one_expert_takes_every_row():
+    ids, weights = routing(experts=1, k=1)
+    check_refused(Lone(experts=1, k=1), tokens(), ids, weights, reason="no-match", verify=False)
+
+
 class Masked(Multiplied):
     """The rows are masked by whole numbers, and by nothing else."""
 
@@ -184,6 +234,20 @@ class Inference(Fixed):
 def test_inference_mode_inside():
     x, ids, weights = (t.detach() for t in problem())
     check_refused(Inference(), x, ids, weights, reason="no-match", detail="gradients switched off", verify=False)
+
+
+class NothingCast(Fixed):
+    """A cast that changes nothing returns what it was given, gradient and all, wherever it stands."""
+
+    def combine(self, x, rows, weights, perm):
+        rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        y = self.restore(rows, perm).view(-1, self.k, self.hidden).sum(1)
+        with torch.no_grad():
+            return y.to(x.dtype)
+
+
+def test_the_op_runs_where_gradients_are_on():
+    check_fused(NothingCast(), *problem(), verify=False)
 
 
 class StrayBias(Biased, Fixed):
