@@ -102,15 +102,23 @@ class NoRoute(Fact):
 
 
 @dataclass(frozen=True)
+class FromTable:
+    """Routing weights that stand in a table [T, E]: that of a slot is in its token's row, at its expert. The experts
+    of a token are distinct."""
+
+    table: Value
+
+
+@dataclass(frozen=True)
 class RowWeight(Fact):
     """The routing weight of each row. `weights` is the value in slot order, [S], [T, K] or with ones after that.
 
     Here and below, `masked` holds the numbers of experts that masks of rows without expert took for granted.
     """
 
-    weights: Value
+    weights: Value | FromTable
     ids: Value | None
-    order: str
+    order: str | Hits
     masked: frozenset[int] = frozenset()
 
 
@@ -132,24 +140,38 @@ class Rows(Fact):
     x: Value
     k: int
     ids: Value | None
-    order: str
-    weight: Value | None = None
+    order: str | Hits
+    weight: Value | FromTable | None = None
     dtypes: frozenset[torch.dtype] = frozenset()
     masked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of all experts as the model stores it: [E, out, in], or [E, in, out] where `transposed`."""
+    """A weight of all experts as the model stores it: [E, out, in] or one [out, in] for each expert; the last two
+    dimensions are the other way round where `transposed`."""
 
-    stored: Value
+    stored: Value | tuple[Value, ...]
     transposed: bool
+
+    @property
+    def tensors(self) -> tuple[Value, ...]:
+        return self.stored if isinstance(self.stored, tuple) else (self.stored,)
 
     @property
     def shape(self) -> tuple:
         """(E, in, out)."""
-        experts, a, b = self.stored.meta.shape
+        *_, a, b = self.tensors[0].meta.shape
+        experts = len(self.stored) if isinstance(self.stored, tuple) else self.stored.meta.shape[0]
         return (experts, a, b) if self.transposed else (experts, b, a)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of one expert: [out, in], or [in, out] where `transposed`."""
+
+    stored: Value
+    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -166,9 +188,9 @@ class Projection:
     """The rows of `source`, each times its expert's matrix, plus a bias. `ids`: the routing that picked it."""
 
     source: Rows | Pointwise
-    weight: Weight
+    weight: Weight | Matrix
     ids: Value
-    bias: Value | None = None
+    bias: Value | tuple[Value, ...] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -202,8 +224,8 @@ class Pointwise(Fact):
     expr: Expr
     ids: Value
     k: int
-    order: str
-    weight: Value | None = None
+    order: str | Hits
+    weight: Value | FromTable | None = None
     dtypes: frozenset[torch.dtype] = field(default=frozenset())
     stray: bool = False
 
@@ -253,8 +275,107 @@ class Combined(Fact):
     base: Value | None
 
 
+# Experts one at a time: instead of sorting the rows, a mask says for each expert which rows are its own.
+
+
+@dataclass(frozen=True)
+class Hits(Fact):
+    """At token t, slot k and expert e: whether ids[t, k] is e, as a mask or as 0 and 1.
+
+    `axes` says for each dimension what it runs over: TOKEN (several such are one, in row-major order), CHOICE (the K
+    slots of a token), BOTH (all slots, t * K + k), EXPERT (all experts from 0 on), or NONE (one entry). Without axis,
+    the expert is `expert` and the slot `choice`, or the slots were reduced: "any" of them, or their "sum". With
+    `negated` it is the mask of all others. `k` is the number of slots of a token where it is known.
+    """
+
+    ids: Value
+    axes: tuple[str, ...]
+    k: int | None = field(default=None, compare=False)
+    expert: int | None = None
+    choice: int | None = None
+    reduced: str = ""
+    negated: bool = False
+
+
+TOKEN, CHOICE, BOTH, EXPERT, FEATURE, NONE = "token", "choice", "both", "expert", "feature", "none"
+
+
+@dataclass(frozen=True)
+class Share(Fact):
+    """The routing weights where `hits` is true, exact zeros elsewhere; summed where `hits` is reduced."""
+
+    hits: Hits
+    weights: Value | FromTable
+
+
+@dataclass(frozen=True)
+class Fenced(Fact):
+    """Logits [T, E]: minus infinity at the experts that a token does not go to."""
+
+    ids: Value
+
+
+@dataclass(frozen=True)
+class Places(Fact):
+    """[n, dimensions of the mask]: where the mask is true, in row-major order."""
+
+    hits: Hits
+
+
+@dataclass(frozen=True)
+class Place(Fact):
+    """[n]: where the mask is true along one of its axes, in row-major order of the mask."""
+
+    hits: Hits
+    axis: str
+
+
+@dataclass(frozen=True)
+class Output(Fact):
+    """[T, H]: what one expert makes of its tokens, zero for all others; `rows` are in the order of its hits."""
+
+    rows: Pointwise
+
+
+@dataclass(frozen=True)
+class Outputs(Fact):
+    """What the experts from 0 on make of every token, those included that do not go to them; times `share` if set.
+    `axes` as for Hits, with FEATURE for the hidden dimension."""
+
+    rows: tuple[Value, ...]
+    axes: tuple[str, ...]
+    share: Share | None = None
+
+
+@dataclass(frozen=True)
+class Onto(Fact):
+    """One expert's `rows` added onto those rows of `base` that belong to their tokens."""
+
+    rows: Pointwise
+    base: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Partial(Fact):
+    """[T, H]: the outputs of some experts, each added onto its tokens' rows of `base` (None for zeros)."""
+
+    parts: tuple[Pointwise, ...]
+    base: Value | None
+
+
+@dataclass(frozen=True, eq=False)
+class Filled(Fact):
+    """[S, H]: rows in slot order, of which those of some experts were written into `base`."""
+
+    parts: tuple[Pointwise, ...]
+    base: Value
+
+
 # Facts about floating-point numbers, which carry gradients.
-Differentiable = Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights
+Differentiable = (
+    (Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights)
+    | (Share | Fenced | Output | Outputs | Onto | Partial | Filled)
+)  # fmt: skip
 
 
 def _columns(expr: Expr):

@@ -34,7 +34,7 @@ def gate_of(function: Callable, columns: int, dtype: torch.dtype) -> tuple[str, 
     h, result = view.value(start), view.value(end.args[0])
     projection = Projection(Rows(h, 1, h, SORTED), Weight(h, False), h)
     whole = Pointwise(act.Expr("column", (Column(projection, "all"),)), h, 1, SORTED)
-    fact = Facts(view, {h: whole}).of(result) if result is not None else None
+    fact = Facts(view.values, {h: whole}).of(result) if result is not None else None
     if not isinstance(fact, Pointwise):
         return None
     try:

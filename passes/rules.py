@@ -32,8 +32,10 @@ from mok_compile.passes.facts import (
     Inverse,
     Iota,
     Lifted,
+    Matrix,
     NoRoute,
     Offsets,
+    Partial,
     Perm,
     Pointwise,
     Projection,
@@ -44,7 +46,7 @@ from mok_compile.passes.facts import (
     Weight,
 )
 from mok_compile.passes.sign import may_be_negative
-from mok_compile.passes.view import Value, View
+from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
 
@@ -60,12 +62,18 @@ class Break(Exception):
 class Facts:
     """The facts of all values of a view, and in `broken` where a proof stopped and what that spoiled."""
 
-    def __init__(self, view: View, known: dict[Value, Fact] | None = None) -> None:
+    def __init__(self, values: list[Value], known: dict[Value, Fact] | None = None) -> None:
         self._of: dict[Value, Fact] = dict(known or {})
         self.broken: dict[Value, Broken] = {}
-        for value in view.values:
+        # Rows that are written into once more, and sums that another expert was added onto.
+        self.overwritten = {value.args[0] for value in values if value.op is aten.index_put.default}
+        self.extended: set[Value] = set()
+        # Of values that an expert computes for every token, what they are to a block that counts only its own.
+        self.included: dict[Value, Fact] = {}
+        for value in values:
             if value not in self._of:
                 self._derive(value)
+        self._complete()
 
     def of(self, value: Any) -> Fact | None:
         """The fact of `value`; None for constants and for values of which nothing is known."""
@@ -79,7 +87,7 @@ class Facts:
                 raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
             if isinstance(fact, Differentiable) and value.detached:
                 raise Break("no-match", f"{_name(value)} runs with gradients switched off inside the block")
-            if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2:
+            if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2 and isinstance(fact.order, str):
                 raise Break("no-match", f"{_name(value)} gives the rows more dimensions")
         except Break as stop:
             # Where the proof of an operand had stopped before, that is the cause to name.
@@ -94,23 +102,61 @@ class Facts:
         if spoiled is not None:
             self.broken[value] = spoiled
 
+    def about(self, value: Value) -> Fact | None:
+        """The fact of `value`, or what it is to a block that counts only a part of it."""
+        return self._of.get(value) or self.included.get(value)
+
+    def _complete(self) -> None:
+        """Sums over experts, added up one by one: the last one is the block's result."""
+        from mok_compile.passes.single import merge  # which needs this module
+
+        for value, fact in list(self._of.items()):
+            if isinstance(fact, Partial):
+                del self._of[value]
+                try:
+                    if value not in self.extended:
+                        self._of[value] = Combined(merge(fact.parts), fact.base)
+                except Break as stop:
+                    self.broken[value] = Broken(stop.reason, stop.detail, value)
+        # With one expert a token, rows in slot order are the result, unless more becomes of them.
+        rows = {v for v, fact in self._of.items() if _is_result(fact)}
+        if rows:
+            for value, fact in self._of.items():
+                if isinstance(fact, (Pointwise, Slim, Grid, Combined)):
+                    rows.difference_update(value.inputs)
+            self._of |= {value: Combined(self._of[value], None) for value in rows}
+
     def _inside(self, value: Value) -> bool:
         """Whether `value` is known as rows between the up projection and the combine."""
         return isinstance(self._of.get(value), (Pointwise, Slim, Grid))
+
+
+def _is_result(fact: Fact) -> bool:
+    plain = isinstance(fact, Pointwise) and fact.order == SLOT and fact.k == 1 and not fact.stray
+    return plain and fact.bare is not None and fact.level == 2
 
 
 RULES: dict[Any, Callable] = {}
 
 
 def rule(*ops) -> Callable:
-    """Registers a function as the rule of `ops`; names of ops that this torch does not have are skipped."""
+    """Registers a function as a rule of `ops`. Of several rules of one op the last one is asked first; the others only
+    where it knows nothing."""
 
     def register(function: Callable) -> Callable:
         for op in ops:
-            RULES[op] = function
+            RULES[op] = _either(function, RULES[op]) if op in RULES else function
         return function
 
     return register
+
+
+def _either(first: Callable, then: Callable) -> Callable:
+    def apply(facts, value, *args, **kwargs):
+        fact = first(facts, value, *args, **kwargs)
+        return then(facts, value, *args, **kwargs) if fact is None else fact
+
+    return apply
 
 
 def same(a, b) -> bool:
@@ -179,6 +225,12 @@ def _arange(facts, value, *args, **kwargs):
 @rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
 def _zeros(facts, value, *args, **kwargs):
     return Full(0.0)
+
+
+@rule(aten.scalar_tensor.default)
+def _scalar(facts, value, number, **kwargs):
+    number = _number(number)
+    return None if number is None else Full(number)
 
 
 @rule(aten.full.default, aten.full_like.default, aten.new_full.default)
@@ -303,7 +355,11 @@ def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
             return None
         if _integer(a):
             return Expert(by.ids, SORTED) if _root(a) is by.ids else None
-        return RowWeight(a, by.ids, SORTED) if _one_per_row(a, index) else None
+        if _one_per_row(a, index):
+            return RowWeight(a, by.ids, SORTED)
+        # With one expert a token, slots are tokens.
+        rows = len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point and same(a.meta.shape[0], index.meta.shape[0])
+        return Rows(a, 1, by.ids, SORTED, dtypes=frozenset([a.meta.dtype])) if rows else None
     if isinstance(by, Inverse) and isinstance(fact, (Rows, Pointwise, Token, RowWeight, Expert)):
         if fact.order != SORTED or fact.ids is not by.ids:
             raise Break("no-match", "rows are put back in order by the permutation of another routing")
@@ -337,6 +393,10 @@ def _index_put(facts, value, base, indices, source, accumulate=False):
         return None
     if accumulate:
         return _scatter_rows(facts, value, base, indices[0], source)
+    rows, by = facts.of(source), facts.of(indices[0])
+    if isinstance(rows, Pointwise) and isinstance(by, Perm) and rows.order == SORTED:
+        whole = all(map(same, value.meta.shape, source.meta.shape))
+        return replace(rows, order=SLOT) if whole and rows.ids is by.ids else None
     return _inverse(facts, indices[0], source)
 
 
@@ -370,6 +430,8 @@ def _scatter_rows(facts: Facts, value: Value, base: Value, index: Value, source:
         return None
     if not all(map(same, (index.meta.shape[0], base.meta.shape[-1]), source.meta.shape)):
         raise Break("no-match", "the rows that are added up are not whole rows of the result")
+    if isinstance(by, Perm) and rows.k == 1:
+        by = Token(by.ids, SORTED, 1)
     if not isinstance(by, Token):
         raise Break("no-match", "rows are added up by an index that is not proven to be their token")
     if by.order != rows.order or by.k != rows.k or by.ids not in (None, rows.ids):
@@ -573,9 +635,9 @@ def _grouped_mm(facts, value, a, weight, offs=None, bias=None, out_dtype=None):
     return _projected(value, source, replace(stored, transposed=not stored.transposed), source.ids)
 
 
-def _projected(value: Value, source: Rows | Pointwise, weight: Weight, ids: Value) -> Pointwise:
+def _projected(value: Value, source: Rows | Pointwise, weight: Weight | Matrix, ids: Value) -> Pointwise:
     """The rows of `source`, each times the matrix of its expert."""
-    if isinstance(source, Rows):
+    if isinstance(source, Rows) and source.masked:
         _check_masks(source.masked, weight.shape[0])
         # One source for gate and up, whether or not both were masked.
         source = replace(source, masked=frozenset())
@@ -689,7 +751,8 @@ def _weighted(fact: Pointwise | Rows, by: RowWeight) -> Fact:
         raise Break("no-match", "rows are multiplied by routing weights twice")
     if isinstance(fact, Rows):
         return replace(fact, weight=by.weights, masked=fact.masked | by.masked)
-    _check_masks(by.masked, fact.columns[0].projection.num_experts)
+    if by.masked:
+        _check_masks(by.masked, fact.columns[0].projection.num_experts)
     return replace(fact, weight=by.weights)
 
 
@@ -840,6 +903,9 @@ def _clamp(facts, value, a, *args, min=None, max=None):
     if not given or any(_number(bound) is None for bound in given):
         return None
     return _function(facts, value, a, lambda x: act.clamp(x, _number(low), _number(high)))
+
+
+import mok_compile.passes.single  # noqa: E402, F401  its rules are asked before those above
 
 
 def register_foreign() -> None:

@@ -7,9 +7,10 @@ same anchors, the grouped matmuls: each anchor ends up in a block or in a miss, 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,7 +21,9 @@ from mok_compile.passes.facts import (
     Column,
     Combined,
     ExpertWeights,
+    FromTable,
     Grid,
+    Hits,
     Pointwise,
     Projection,
     Rows,
@@ -47,19 +50,27 @@ class Block:
     k: int
     x: Value
     ids: Value
-    weights: Value | None
+    weights: Value | FromTable | None
     up: tuple[Weight, ...]
     down: Weight
-    up_bias: tuple[Value, ...]
-    down_bias: Value | None
+    up_bias: tuple[Value | tuple[Value, ...], ...]
+    down_bias: Value | tuple[Value, ...] | None
     base: Value | None
 
     @property
     def operands(self) -> list[Value]:
         """All values that the block reads from outside."""
-        matrices = (w.stored for w in (*self.up, self.down))
-        found = (self.x, self.ids, self.weights, *matrices, *self.up_bias, self.down_bias, self.base)
+        matrices = (t for w in (*self.up, self.down) for t in w.tensors)
+        biases = (t for b in (*self.up_bias, self.down_bias) for t in tensors_of(b))
+        found = (self.x, self.ids, *tensors_of(self.weights), *matrices, *biases, self.base)
         return [v for v in found if v is not None]
+
+
+def tensors_of(operand: Value | FromTable | tuple[Value, ...] | None) -> tuple[Value, ...]:
+    """The values that an operand consists of."""
+    if isinstance(operand, FromTable):
+        return (operand.table,)
+    return operand if isinstance(operand, tuple) else () if operand is None else (operand,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +96,10 @@ class Analysis:
 def _may_anchor(node: fx.Node) -> bool:
     """Whether `node` can be a matmul by expert, judged by its name alone."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return node.op in ("call_function", "call_method") and any(part in name for part in ("grouped_mm", "bmm", "matmul"))
+    return node.op in ("call_function", "call_method") and any(part in name for part in _MATMULS)
+
+
+_MATMULS = ("grouped_mm", "bmm", "matmul", "linear", "mm")
 
 
 def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
@@ -93,8 +107,16 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
     batched one with gathered weights."""
     if "grouped_mm" in getattr(node.target, "__name__", str(node.target)):
         return node.op == "call_function"
-    bmms = (v for v in view.made[node] if v.op is aten.bmm.default)
-    return any(isinstance(facts.of(arg), ExpertWeights) for v in bmms for arg in v.inputs)
+    return any(_by_expert(v, facts) for v in view.made[node])
+
+
+def _by_expert(value: Value, facts: Facts) -> bool:
+    if value.op is aten.bmm.default:
+        return any(isinstance(facts.of(arg), ExpertWeights) for arg in value.inputs)
+    if value.op not in (aten.mm.default, aten.addmm.default):
+        return False
+    fact = facts.about(value)
+    return isinstance(fact, Pointwise) and isinstance(fact.order, Hits)
 
 
 def analyse(graph: fx.Graph) -> Analysis:
@@ -103,7 +125,7 @@ def analyse(graph: fx.Graph) -> Analysis:
         return Analysis(None, [], _cut_off(graph))
     register_foreign()
     view = View(graph)
-    facts = Facts(view)
+    facts = Facts(view.values)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
         return Analysis(view, [], _cut_off(graph), facts)
@@ -161,14 +183,16 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
         raise Break("no-match", "the combined rows come from a single projection")
     layout, ups, expr = layout_of(source)
     rows: Rows = ups[0].source
+    rows = replace(rows, x=_unflattened(rows.x, result))
     weights = combined.rows.weight
     if rows.weight is not None and weights is not None:
         raise Break("no-match", "routing weights are applied before and after the experts")
     if combined.rows.weight is not None and source.weight is not None and down.bias is not None:
         raise Break("no-match", "routing weights multiply the activations, but a bias follows them")
     _check_sizes(result, rows, ups, down, layout)
+    slots = math.prod(rows.x.meta.shape[:-1]) * rows.k
     for per_slot in (combined.rows.ids, weights if weights is not None else rows.weight):
-        if per_slot is not None and not same(math.prod(per_slot.meta.shape), rows.x.meta.shape[0] * rows.k):
+        if isinstance(per_slot, Value) and not same(math.prod(per_slot.meta.shape), slots):
             raise Break("shape", "the block does not take k slots of every token")
     _check_dtypes(rows, source, ups, down, combined.rows, result)
     spec = ExpertsSpec(
@@ -177,10 +201,11 @@ def _block(final: fx.Node, view: View, facts: Facts) -> Block:
         out_dtype=dtype_name(result.meta.dtype),
         weight_on="input" if rows.weight is not None else "output",
     )
-    roots = [rows.x, combined.rows.ids, weights if weights is not None else rows.weight, combined.base]
+    roots = [rows.x, ups[0].source.x, combined.rows.ids, *tensors_of(weights if weights is not None else rows.weight)]
     for projection in (*ups, down):
-        roots += [projection.weight.stored, projection.bias]
-    region = _region(final, view, {r for r in roots if r is not None})
+        roots += [*projection.weight.tensors, *tensors_of(projection.bias)]
+    region = _region(final, view, {*roots, *tensors_of(combined.base)})
+    region |= _sizes_of(region)
     _check_interior(final, region, view, facts)
     return Block(
         final=final,
@@ -223,6 +248,15 @@ def layout_of(source: Pointwise) -> tuple[str, list[Projection], act.Expr]:
     raise Break("layout", f"the activation reads an unusual choice of columns: {sorted(map(repr, columns))}")
 
 
+def _unflattened(x: Value, result: Value) -> Value:
+    """The tokens in the shape in which the result has them, where they were flattened in between."""
+    inner = x
+    while inner.op is aten.view.default and not inner.detached and len(inner.meta.shape) < len(result.meta.shape):
+        inner = inner.args[0]
+    alike = len(inner.meta.shape) == len(result.meta.shape) and all(map(same, inner.meta.shape, result.meta.shape))
+    return inner if alike else x
+
+
 def _gate_named(expr: act.Expr) -> bool:
     form = act.gated_form(expr)
     return form is not None and form.gate_leaf == "gate"
@@ -234,25 +268,31 @@ def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Project
         raise Break("shape", "the sizes of the experts' weights are symbolic")
     columns = 2 * inner if layout in ("concat", "interleaved") else inner
     if any(p.weight.shape != (experts, hidden, columns) for p in ups):
-        shapes = [tuple(p.weight.stored.meta.shape) for p in (*ups, down)]
+        shapes = [tuple(p.weight.tensors[0].meta.shape) for p in (*ups, down)]
         raise Break("shape", f"the shapes of up and down projection do not fit one expert MLP: {shapes}")
-    tokens = rows.x.meta.shape[0]
-    if not same(rows.x.meta.shape[1], hidden) or len(result.meta.shape) != 2 or not same(result.meta.shape[0], tokens):
+    if any(len(set(map(_form, p.weight.tensors))) > 1 for p in (*ups, down)):
+        raise Break("shape", "the experts' weights have different shapes")
+    shape = rows.x.meta.shape
+    alike = len(result.meta.shape) == len(shape) and all(map(same, result.meta.shape, shape))
+    if len(shape) < 2 or not same(shape[-1], hidden) or not alike:
         raise Break("shape", "the result has another shape than the tokens that went in")
     for projection, width in ((ups[0], columns), (ups[-1], columns), (down, hidden)):
-        if projection.bias is not None and tuple(projection.bias.meta.shape) != (experts, width):
-            raise Break("shape", f"a bias has the shape {tuple(projection.bias.meta.shape)}")
+        for bias in tensors_of(projection.bias):
+            if tuple(bias.meta.shape) != ((width,) if isinstance(projection.bias, tuple) else (experts, width)):
+                raise Break("shape", f"a bias has the shape {tuple(bias.meta.shape)}")
+
+
+def _form(tensor: Value) -> tuple:
+    return tuple(tensor.meta.shape)
 
 
 def _check_dtypes(
     rows: Rows, source: Pointwise, ups: list[Projection], down: Projection, out: Pointwise, result: Value
 ) -> None:
-    dtype = down.weight.stored.meta.dtype
-    tensors = [p.weight.stored for p in ups] + [p.bias for p in (*ups, down) if p.bias is not None]
+    tensors = [t for p in (*ups, down) for t in (*p.weight.tensors, *tensors_of(p.bias))]
+    dtype = down.weight.tensors[0].meta.dtype
     if dtype not in DTYPES or any(t.meta.dtype != dtype for t in tensors):
-        raise Break(
-            "dtype", f"weights and biases are {sorted({str(t.meta.dtype) for t in (down.weight.stored, *tensors)})}"
-        )
+        raise Break("dtype", f"weights and biases are {sorted({str(t.meta.dtype) for t in tensors})}")
 
     def narrower(d: torch.dtype) -> bool:
         return d.itemsize < dtype.itemsize or (d.itemsize == dtype.itemsize and d != dtype)
@@ -282,6 +322,27 @@ def _region(final: fx.Node, view: View, roots: set[Value]) -> set[fx.Node]:
     return region
 
 
+def _sizes_of(region: set[fx.Node]) -> set[fx.Node]:
+    """What is only said of sizes inside the region: assertions about how many rows a mask has."""
+    found, pending = set(), list(region)
+    while pending:
+        for user in pending.pop().users:
+            example = user.meta.get("example_value")
+            scalar = user.target in _SCALARS or isinstance(example, (torch.SymInt, torch.SymBool))
+            if user.op == "call_function" and scalar and user not in region and user not in found:
+                found.add(user)
+                pending.append(user)
+    outside = [node for node in found if not set(node.all_input_nodes) | set(node.users) <= found | region]
+    while outside:  # read elsewhere too
+        for node in outside:
+            found.discard(node)
+        outside = [node for node in found if not set(node.users) <= found | region]
+    return found
+
+
+_SCALARS = (aten.sym_size.int, aten._assert_scalar.default, torch._check, operator.getitem)
+
+
 def _writes(node: fx.Node, view: View) -> bool:
     return any(node in storage.writers for arg in node.all_input_nodes for storage in view.storages(arg))
 
@@ -292,7 +353,7 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
     for node in region:
         if finals & set(view.storages(node)):
             continue
-        routed = any(isinstance(facts.of(v), (Rows, Pointwise, Slim, Grid)) for v in view.made[node])
+        routed = any(isinstance(facts.about(v), (Rows, Pointwise, Slim, Grid)) for v in view.made[node])
         for user in node.users if routed else ():
             if user in region:
                 continue
@@ -314,7 +375,7 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
     groups: list[list[fx.Node]] = []
     for anchor in anchors:
         before = groups[-1][-1] if groups else None
-        if before is not None and _one_block(before, anchor, view):
+        if before is not None and _one_block(before, anchor, view, facts):
             groups[-1].append(anchor)
         else:
             groups.append([anchor])
@@ -335,11 +396,19 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
             yield Miss(tuple(group), stop.reason, stop.detail, _node_of(stop.at, view, group[0]))
 
 
-def _one_block(a: fx.Node, b: fx.Node, view: View) -> bool:
-    """Whether two neighbouring anchors belong to one block: b depends on a, or both share an argument."""
+def _one_block(a: fx.Node, b: fx.Node, view: View, facts: Facts) -> bool:
+    """Whether two neighbouring anchors belong to one block: b depends on a, or both share an argument or a routing."""
+    if _routing(a, view, facts) & _routing(b, view, facts):
+        return True
     if set(a.all_input_nodes) & {n for n in b.all_input_nodes if n.op != "get_attr"}:
         return True
     return module_of(a)[0] != "" and module_of(a)[0] == module_of(b)[0] and b in _descendants(a)
+
+
+def _routing(anchor: fx.Node, view: View, facts: Facts) -> set[Value]:
+    """The ids that an anchor's rows or weights were picked by."""
+    of = (facts.about(v) for made in view.made[anchor] for v in (made, *made.inputs))
+    return {ids for fact in of if (ids := getattr(fact, "ids", None)) is not None}
 
 
 def _inside(node: fx.Node, group: list[fx.Node]) -> bool:

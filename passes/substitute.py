@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -17,10 +17,10 @@ from torch import fx
 from mok_compile import engines
 from mok_compile.engines import Choice, Problem
 from mok_compile.ops import IDS
-from mok_compile.passes.facts import Weight
+from mok_compile.passes.facts import FromTable, Weight
 from mok_compile.passes.rules import Break, same
-from mok_compile.passes.site import Block
-from mok_compile.passes.view import Cell, Value, View
+from mok_compile.passes.site import Block, tensors_of
+from mok_compile.passes.view import Cell, Value, View, target_of
 
 aten = torch.ops.aten
 _INDICES = (aten.topk.default, aten.sort.default, aten.sort.stable)  # their second result counts from 0
@@ -34,10 +34,20 @@ class Insertion:
     nodes: tuple[fx.Node, ...]
     choice: Choice
     problem: Problem
+    handed: dict[fx.Node, fx.Node] = field(default_factory=dict)  # further results that others read -> their new node
 
     @property
     def result(self) -> fx.Node:
         return self.nodes[-1]
+
+    @property
+    def table(self) -> tuple[fx.Node, fx.Node] | None:
+        """The table that the routing weights are taken from and the ids to take them by; None if there is none."""
+        for node in self.nodes:
+            if node.target is torch.gather:
+                table = node.args[0]
+                return table.args[0] if table in self.nodes else table, node.args[2]
+        return None
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -72,7 +82,7 @@ class Substitution:
     def commit(self, insertion: Insertion) -> None:
         """From here on the op's result is what every node stood for that returned the block's result object."""
         final = insertion.block.final
-        cell, end = self.view.cells[final], self.view.positions[final]
+        cell, end = self.view.cells[target_of(final)], self.view.positions[final]
         for node in [node for node, other in self.view.cells.items() if other is cell]:
             for user in list(node.users):
                 if self._end[user] > end:
@@ -90,7 +100,7 @@ class Substitution:
             _erase(self.graph, block, self.view)
 
     def _check_result(self, block: Block) -> None:
-        cell, end = self.view.cells[block.final], self.view.positions[block.final]
+        cell, end = self.view.cells[target_of(block.final)], self.view.positions[block.final]
         for node, other in self.view.cells.items():
             if not isinstance(other, Cell) or other.storage is not cell.storage or self.view.positions[node] > end:
                 continue
@@ -99,10 +109,12 @@ class Substitution:
                 raise Break("mutation", f"the result is written into memory that {node.name} shares")
 
     def _call(self, block: Block) -> tuple[Choice, Problem]:
-        x = self._operand(block, block.x)
-        down = self._weight(block, block.down)
-        if _fake(x).dtype != _fake(down).dtype:
-            x = self._emit(block, torch.Tensor.to, x, _fake(down).dtype)
+        given = x = self._operand(block, block.x)
+        down = self._weights(block, block.down)
+        if _fake(x).dtype != _fake(down[0]).dtype:
+            x = self._emit(block, torch.Tensor.to, x, _fake(down[0]).dtype)
+        if _fake(x).dim() != 2:
+            x = self._emit(block, torch.flatten, x, 0, -2)
         ids = self._per_slot(block, block.ids)
         if _fake(ids).dtype not in IDS:
             ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
@@ -110,23 +122,29 @@ class Substitution:
             ids = self._emit(block, torch.remainder, ids, block.down.shape[0])
         if block.weights is None:
             weights = self._emit(block, torch.ones_like, ids, dtype=_fake(x).dtype)
+        elif isinstance(block.weights, FromTable):
+            weights = self._from_table(block, block.weights.table, ids)
         else:
             weights = self._per_slot(block, block.weights)
         lists = (
-            [self._weight(block, w) for w in block.up],
-            [down],
-            [self._operand(block, b) for b in block.up_bias],
-            [self._operand(block, b) for b in (block.down_bias,) if b is not None],
+            [node for w in block.up for node in self._weights(block, w)],
+            down,
+            [self._operand(block, b) for bias in block.up_bias for b in tensors_of(bias)],
+            [self._operand(block, b) for b in tensors_of(block.down_bias)],
         )
-        problem = Problem.of(_fake(x), _fake(ids), _fake(weights), [_fake(down)])
+        problem = Problem.of(_fake(x), _fake(ids), _fake(weights), [_fake(node) for node in down])
         choice = engines.choose(block.spec, problem, self.engine)
         call = self._emit(
             block, torch.ops.mok.experts.default, x, ids, weights, *lists, block.spec.to_json(), choice.name
         )
-        result = self._describe(block, self.graph.call_function(operator.getitem, (call, 0)), block.final)
+        result = self._describe(block, self.graph.call_function(operator.getitem, (call, 0)))
+        result.meta["example_value"] = _fake(call)[0]
+        if given is not x and _fake(given).dim() != 2:
+            result = self._emit(block, torch.Tensor.view_as, result, given)
+        result.meta["example_value"] = _fake(target_of(block.final))
         if block.base is not None:
             base = self._operand(block, block.base)
-            self._describe(block, self.graph.call_function(torch.add, (base, result)), block.final)
+            self._describe(block, self.graph.call_function(torch.add, (base, result)), target_of(block.final))
         return choice, problem
 
     def _counts_from_the_end(self, block: Block) -> bool:
@@ -147,10 +165,19 @@ class Substitution:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
 
-    def _weight(self, block: Block, weight: Weight) -> fx.Node:
-        """A weight as the op wants it: [E, out, in]."""
-        node = self._operand(block, weight.stored)
-        return self._emit(block, torch.transpose, node, 1, 2) if weight.transposed else node
+    def _weights(self, block: Block, weight: Weight) -> list[fx.Node]:
+        """A weight as the op wants it: one [E, out, in], or E of [out, in]."""
+        nodes = [self._operand(block, tensor) for tensor in weight.tensors]
+        return [self._emit(block, torch.transpose, n, -2, -1) for n in nodes] if weight.transposed else nodes
+
+    def _from_table(self, block: Block, table: Value, ids: fx.Node) -> fx.Node:
+        """The routing weights [T, K] that stand in a table [.., E] at the experts of each token."""
+        node = self._operand(block, table)
+        if len(table.meta.shape) != 2:
+            node = self._emit(block, torch.flatten, node, 0, -2)
+        if _fake(ids).dtype != torch.int64:
+            ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
+        return self._emit(block, torch.gather, node, 1, ids)
 
     def _per_slot(self, block: Block, value: Value) -> fx.Node:
         """Ids or routing weights as [T, K], from the most original value that is still held."""

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mok_compile.passes.substitute import Insertion
-from mok_compile.passes.view import Cell, View
+from mok_compile.passes.view import Cell, View, target_of
 
 # Largest difference of a row, relative to its norm, that rounding explains.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 2e-2, torch.float32: 1e-3, torch.float64: 1e-9}
@@ -69,7 +69,8 @@ class _Run(fx.Interpreter):
         result = super().run_node(node)
         insertion = self.by_final.get(node)
         if insertion is not None:
-            self.compared[insertion] = self._compare(insertion, result, self.env[insertion.result])
+            old = result if target_of(node) is node else self.env[target_of(node)]
+            self.compared[insertion] = self._compare(insertion, old, self.env[insertion.result])
         return result
 
     def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
@@ -79,16 +80,24 @@ class _Run(fx.Interpreter):
         dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
         low = any(d.itemsize < 4 for d in dtypes)
         errors = {"the output": _error(old, new, low)}
-        if new.requires_grad and old.requires_grad and operands:
-            seed = torch.randn_like(old)
-            grads = [
-                torch.autograd.grad(y, list(operands.values()), seed, retain_graph=True, allow_unused=True)
-                for y in (old, new)
-            ]
-            for node, a, b in zip(operands, *grads, strict=True):
-                errors[f"the gradient of {node.name}"] = _error(a, b, low)
-        elif new.requires_grad != old.requires_grad:
+        pairs = [(old, new)]
+        for node, replacement in insertion.handed.items():
+            pairs.append((self.env[node], self.env[replacement]))
+            errors[node.name] = _error(*pairs[-1], low)
+        if any(a.requires_grad != b.requires_grad for a, b in pairs):
             errors["the gradient, which only one side has,"] = float("inf")
+        pairs = [(a, b) for a, b in pairs if a.requires_grad and b.requires_grad]
+        if pairs and operands:
+            seeds = [torch.randn_like(a) for a, _ in pairs]
+            grads = [
+                torch.autograd.grad(ys, list(operands.values()), seeds, retain_graph=True, allow_unused=True)
+                for ys in zip(*pairs, strict=True)
+            ]
+            table, ids = insertion.table or (None, None)
+            for node, a, b in zip(operands, *grads, strict=True):
+                if node is table:  # elsewhere its gradient meets zeros further up
+                    a, b = (g if g is None else g.flatten(0, -2).gather(1, self.env[ids]) for g in (a, b))
+                errors[f"the gradient of {node.name}"] = _error(a, b, low)
         where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
         return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
 

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
@@ -109,8 +111,12 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Recording:
+    """What a node turned into. Sizes that only the data tells are called here as when it was recorded: `sizes` are
+    those of the arguments, in the order of appearance."""
+
     steps: tuple[_Step, ...]
     result: Any  # nested structure of _Ref and constants
+    sizes: tuple[sympy.Symbol, ...] = ()
 
 
 class _Recorder(TorchDispatchMode):
@@ -147,8 +153,9 @@ class View:
             self._visit(node)
 
     def value(self, node: fx.Node) -> Value | None:
-        """The value of `node` when it has just run; None if it does not return one tensor."""
-        cell = self.cells.get(node)
+        """The value of `node` when it has just run, of an assignment what it made of the tensor that it writes into;
+        None if that is not one tensor."""
+        cell = self.cells.get(target_of(node))
         return cell.value_at(self.positions[node] + 1) if isinstance(cell, Cell) else None
 
     def holder(self, value: Value, before: fx.Node) -> fx.Node | None:
@@ -163,7 +170,7 @@ class View:
 
     def storages(self, node: fx.Node) -> list[Storage]:
         """The memory that `node`'s results live in."""
-        return [c.storage for c in tree_iter(self.cells.get(node)) if isinstance(c, Cell)]
+        return [c.storage for c in tree_iter(self.cells.get(target_of(node))) if isinstance(c, Cell)]
 
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -252,8 +259,9 @@ class View:
                     self._write(node, cell, self._overwritten(node, cell))
         self._hold(node, lambda example: self._fresh(node, Meta.of(example)))
 
-    def _record(self, node: fx.Node) -> tuple[_Recording, list[Cell]] | None:
-        """The recording of `node` and the cells of its tensor arguments; None if it cannot be recorded."""
+    def _record(self, node: fx.Node) -> tuple[_Recording, list[Cell], _Rename] | None:
+        """The recording of `node`, the cells of its tensor arguments, and what its sizes are called here; None if it
+        cannot be recorded."""
         call = _callable(node)
         operands: dict[Cell, torch.Tensor] = {}
 
@@ -284,19 +292,21 @@ class View:
         fakes = list(operands.values()) or tree_leaves(result)[:1]
         if call is None or not fakes or not all(type(f) is FakeTensor for f in fakes):
             return None
-        key = (node.op, node.target, _hashable(args), tuple(_signature(f) for f in operands.values()))
+        sizes = _unbacked((args, [(f.shape, f.stride()) for f in operands.values()]))
+        names = {symbol: sympy.Symbol(f"size{i}", integer=True) for i, symbol in enumerate(sizes)}
+        signature = tuple(_signature(f, names) for f in operands.values())
+        key = (node.op, node.target, _hashable(args, names), signature)
         if key not in self._recordings:
-            self._recordings[key] = _run(call, args, list(operands.values()), fakes[0].fake_mode)
+            self._recordings[key] = _run(call, args, list(operands.values()), sizes, fakes[0].fake_mode)
         recording = self._recordings[key]
-        if recording is None or not _agrees(recording, node):
-            return None
-        return recording, list(operands)
+        rename = None if recording is None else _agrees(recording, node, sizes)
+        return None if rename is None else (recording, list(operands), rename)
 
-    def _replay(self, node: fx.Node, recording: _Recording, arguments: list[Cell]) -> None:
+    def _replay(self, node: fx.Node, recording: _Recording, arguments: list[Cell], rename: _Rename) -> None:
         made: dict[_Ref, Cell] = {_Ref(False, i): cell for i, cell in enumerate(arguments)}
         for step in recording.steps:
             args, kwargs = _tuples(
-                map_aggregate((step.args, step.kwargs), lambda a: made[a].value if isinstance(a, _Ref) else a)
+                map_aggregate((step.args, step.kwargs), lambda a: made[a].value if isinstance(a, _Ref) else rename(a))
             )
             for ref in step.written:
                 functional = _functional(step.op)
@@ -306,6 +316,7 @@ class View:
                 value = self._intern(*new) if known else self._fresh(node, meta, "written")
                 self._write(node, made[ref], value)
             for ref, meta, alias in step.outputs:
+                meta = rename.meta(meta)
                 random = torch.Tag.nondeterministic_seeded in step.op.tags
                 new = (node, meta) if random else (node, step.op, args, kwargs, ref.index, meta)
                 value = self._fresh(*new) if random else self._intern(*new)
@@ -320,6 +331,11 @@ class View:
         held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
         if held is not None:
             self.cells[node] = held
+
+
+def target_of(node: fx.Node) -> fx.Node:
+    """The node that holds what `node` makes: itself, or the tensor that an assignment ``a[i] = b`` writes into."""
+    return node.args[0] if node.target is operator.setitem else node
 
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -351,11 +367,13 @@ def _callable(node: fx.Node) -> Callable | None:
     return target if known and not name.startswith(_STATEFUL) else None
 
 
-def _run(call: Callable, args: tuple, examples: list[FakeTensor], mode) -> _Recording | None:
+def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, mode) -> _Recording | None:
     """Runs `call` on fresh fakes like `examples` and writes down the ATen ops; None if it fails."""
-    quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    quiet, fresh = contextlib.nullcontext(), contextlib.nullcontext()
+    if mode.shape_env is not None:
+        quiet, fresh = mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols()
     try:
-        with torch.no_grad(), quiet, mode:
+        with torch.no_grad(), quiet, fresh, mode:
             fakes = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
             call_args, call_kwargs = map_aggregate(args, lambda a: fakes[a.number] if isinstance(a, _Ref) else a)
             with _Recorder() as recorder:
@@ -381,7 +399,7 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], mode) -> _Reco
         steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), _written(op, step_args, step_kwargs)))
     result = tree_map(reference, result)
     unknown = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((result, [(s.args, s.kwargs) for s in steps])))
-    return None if unknown else _Recording(tuple(steps), result)
+    return None if unknown else _Recording(tuple(steps), result, sizes)
 
 
 def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[_Ref, ...]:
@@ -400,19 +418,58 @@ def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return getattr(packet, op._overloadname, None)
 
 
-def _agrees(recording: _Recording, node: fx.Node) -> bool:
-    """Whether the recording's result looks as Dynamo says; it does not where autocast was on inside the graph."""
+def _agrees(recording: _Recording, node: fx.Node, sizes: tuple[sympy.Symbol, ...]) -> _Rename | None:
+    """What the recording's sizes are called at `node`; None if the result does not look as Dynamo says: it does not
+    where autocast was on inside the graph."""
     metas = {ref: meta for step in recording.steps for ref, meta, _ in step.outputs}
     leaves = tree_leaves(recording.result), tree_leaves(node.meta.get("example_value"))
+    rename = _Rename({a: b for a, b in zip(recording.sizes, sizes, strict=True) if a is not b})
     if len(leaves[0]) != len(leaves[1]):
-        return node.meta.get("example_value") is None
+        return rename if node.meta.get("example_value") is None else None
     for ref, example in zip(*leaves, strict=True):
         if isinstance(example, torch.Tensor) != isinstance(ref, _Ref):
-            return False
+            return None
         found = metas.get(ref) if isinstance(ref, _Ref) else None
-        if found and (found.dtype != example.dtype or _hashable(found.shape) != _hashable(example.shape)):
-            return False
-    return True
+        if not found:
+            continue
+        if found.dtype != example.dtype or len(found.shape) != len(example.shape):
+            return None
+        for a, b in zip(found.shape, example.shape, strict=True):
+            a, b = _expr(a), _expr(b)
+            # A size that came to be here: the number of hits of a mask. It bears a new name at each run.
+            if a not in recording.sizes and a not in rename.names and free_unbacked_symbols(a) == {a}:
+                rename.names[a] = b
+            elif rename.expr(a) != b:
+                return None
+    return rename
+
+
+class _Rename:
+    """Sizes that only the data tells, from the names of a recording to those of a node."""
+
+    def __init__(self, names: dict[sympy.Symbol, sympy.Expr]) -> None:
+        self.names = names
+
+    def expr(self, a):
+        return a.xreplace(self.names) if isinstance(a, sympy.Basic) else a
+
+    def __call__(self, a: Any) -> Any:
+        if not self.names or not isinstance(a, torch.SymInt) or not a.node.expr.free_symbols & self.names.keys():
+            return a
+        return a.node.shape_env.create_symintnode(self.expr(a.node.expr), hint=None)
+
+    def meta(self, meta: Meta) -> Meta:
+        return Meta(meta.dtype, tuple(map(self, meta.shape)), meta.device, meta.subclass) if self.names else meta
+
+
+def _expr(size: int | torch.SymInt) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _unbacked(a: Any) -> tuple[sympy.Symbol, ...]:
+    """The sizes in `a` that only the data tells, in the order of appearance."""
+    symbolic = (leaf for leaf in tree_leaves(a) if isinstance(leaf, torch.SymInt))
+    return tuple(dict.fromkeys(s for leaf in symbolic for s in sorted(free_unbacked_symbols(leaf), key=str)))
 
 
 def _may_write(node: fx.Node, fake: Any) -> bool:
@@ -444,8 +501,8 @@ _AUGMENTED = {
 }  # fmt: skip
 
 
-def _signature(t: torch.Tensor) -> tuple:
-    return t.dtype, str(t.device), _hashable(t.shape), _hashable(t.stride())
+def _signature(t: torch.Tensor, names: dict) -> tuple:
+    return t.dtype, str(t.device), _hashable(t.shape, names), _hashable(t.stride(), names)
 
 
 def _tuples(a: Any) -> Any:
@@ -455,14 +512,14 @@ def _tuples(a: Any) -> Any:
     return {k: _tuples(v) for k, v in a.items()} if isinstance(a, dict) else a
 
 
-def _hashable(a: Any) -> Any:
+def _hashable(a: Any, names: dict[sympy.Symbol, sympy.Symbol] | None = None) -> Any:
     """`a` as a dictionary key: equal only for equal computations (1, 1.0 and True differ)."""
     if isinstance(a, (list, tuple)):
-        return tuple(_hashable(x) for x in a)
+        return tuple(_hashable(x, names) for x in a)
     if isinstance(a, dict):
-        return tuple((k, _hashable(v)) for k, v in sorted(a.items()))
+        return tuple((k, _hashable(v, names)) for k, v in sorted(a.items()))
     if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("sym", a.node.expr)
+        return ("sym", a.node.expr.xreplace(names) if names else a.node.expr)
     if isinstance(a, slice):
-        return ("slice", _hashable((a.start, a.stop, a.step)))
+        return ("slice", _hashable((a.start, a.stop, a.step), names))
     return (type(a), a) if isinstance(a, (int, float, bool)) else a

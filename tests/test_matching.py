@@ -258,6 +258,19 @@ def test_spellings_of_one_block(block):
     assert [str(s) for s in fused.specs] == [SWIGLU]
 
 
+class Bincount(Moe):
+    """The number of bins depends on the data, as far as Dynamo knows."""
+
+    def offsets(self, sorted_ids):
+        return torch.bincount(sorted_ids, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
+
+
+def test_bincount():
+    x = tokens(dtype=torch.bfloat16, grad=False)
+    with torch.no_grad():
+        check_fused(Bincount(dtype=torch.bfloat16), x, tolerance=3e-2)
+
+
 def test_weights_on_the_input():
     fused = check_fused(WeightsOnInput(), tokens())
     assert [s.weight_on for s in fused.specs] == ["input"]

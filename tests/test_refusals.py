@@ -399,8 +399,7 @@ class OtherIndexAdd(TwoRoutings):
     "block", [OtherOffsets, OtherRestore, OtherGather, OtherWeights, OtherDownOffsets, OtherIndexAdd]
 )
 def test_ids_of_another_routing(block):
-    anchors = 2 if block is OtherDownOffsets else 1
-    check_refused(block(), tokens(), reason="no-match", missed=anchors)
+    check_refused(block(), tokens(), reason="no-match")
 
 
 class OtherBias(Biased):
@@ -906,19 +905,6 @@ def test_square_weight_taken_untransposed():
 def test_sizes_of_the_blocks_differ():
     """What the tests above take for granted."""
     assert len({HIDDEN, INNER, 2 * INNER, EXPERTS, K, TOKENS, TOKENS * K}) == 7
-
-
-class Bincount(Moe):
-    """The number of bins depends on the data, as far as Dynamo knows."""
-
-    def offsets(self, sorted_ids):
-        return torch.bincount(sorted_ids, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
-
-
-def test_bincount_is_a_named_miss():
-    x = tokens(dtype=torch.bfloat16, grad=False)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
-        check_refused(Bincount(dtype=torch.bfloat16), x, reason="no-match", detail="offsets")
 
 
 def test_operands_that_the_op_refuses_are_a_miss(monkeypatch):
