@@ -390,11 +390,9 @@ SAME = {
     "clone": lambda v: v.clone(),
     "contiguous": lambda v: v.contiguous(),
     "reshape": lambda v: v.reshape(v.shape),
-    "double transpose": lambda v: v.transpose(0, -1).transpose(0, -1),
     "all rows": lambda v: v[:],
     "same dtype": lambda v: v.to(v.dtype),
     "expand": lambda v: v.expand(v.shape),
-    "mul(1)": lambda v: v * 1.0 if v.dtype.is_floating_point else v * 1,
 }
 
 
