@@ -1,8 +1,8 @@
 """The ``mok::`` ops: schema, fake, autograd, FLOP formulas.
 
 ``mok::experts`` is the fused block as autograd sees it, ``mok::experts_backward`` its gradient, ``mok::experts_infer``
-the form that saves nothing. All are functional: fresh outputs, inputs never written. `torch.library.Library` rather
-than `custom_op`: a call costs 4 us instead of 12 to 22.
+the form that saves nothing; ``mok::moe`` (`mok_compile.moe`) adds the router. All are functional: fresh outputs, inputs
+never written. `torch.library.Library` rather than `custom_op`: a call costs 4 us instead of 12 to 22.
 
 Shapes (legend in `mok_compile.spec`): x [T, H]; ids [T, K] integer; weights [T, K]; up one [E, 2I, H] (or gate and up
 [E, I, H] each, or single [E, I, H]) or as many matrices per expert; down [E, H, I] or E of [H, I]; biases the same
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mok_compile import engines
+from mok_compile import engines, moe  # noqa: F401  registers mok::moe and mok::route
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -187,6 +187,15 @@ register_flop_formula(torch.ops.mok.experts_backward)(_experts_backward_flops)
 
 def is_ours(target) -> bool:
     """Whether the target of a graph node is a ``mok::`` op, as an overload or as the packet that user code calls."""
+    return _name(target).startswith("mok::")
+
+
+def is_block(target, router: bool = False) -> bool:
+    """Whether the target of a graph node stands for a whole block; with `router`, for one with its router."""
+    return _name(target) in (("mok::moe",) if router else ("mok::moe", "mok::experts", "mok::experts_infer"))
+
+
+def _name(target) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "mok"
-    return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.startswith("mok::")
+        return target._schema.name
+    return target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else ""

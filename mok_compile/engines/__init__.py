@@ -10,16 +10,21 @@ import importlib
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from mok_compile.routing import Routed
 
 log = logging.getLogger("mok_compile")
 
 # Best first; the last one runs everything.
 ENGINES = ("sm90", "cpu", "portable")
+PORTABLE = ENGINES[-1]
 # The engine made for each type of device.
 NATIVE = {"cuda": "sm90", "cpu": "cpu"}
 
@@ -77,6 +82,16 @@ class Engine(Protocol):
         """Gradients of x, weights, up, down, up_bias, down_bias (flattened), only those that `needs` asks for."""
 
 
+class RouterEngine(Engine, Protocol):
+    """An engine that has kernels for routers too. What it has none for is run by torch's own, as in eager."""
+
+    def supports_router(self, router: RouterSpec, weight: torch.Tensor) -> str | None:
+        """None if the engine runs this router with this weight [E, H] (which may be a fake tensor), else why not."""
+
+    def route(self, x, weight, bias, correction, router) -> Routed:
+        """Chooses the experts; in float32 and float64 the same ones as `mok_compile.routing.route`, to the bit."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The engine that runs a block and, for each better one, why not it. `reason` is the code ``engine`` or ``arch``
@@ -112,6 +127,13 @@ def choose(spec: ExpertsSpec, problem: Problem, wanted: str = "auto") -> Choice:
             if unusable or wanted != "auto":  # a build that fails says so itself
                 warn_once(f"mok-compile: engine {name} cannot run a block, the portable engine does: {reason}")
     raise AssertionError("the portable engine runs everything")
+
+
+def router(name: str, spec: RouterSpec, weight: torch.Tensor) -> RouterEngine:
+    """The engine that runs a router: the one called `name` if it has kernels for it, else the portable one."""
+    engine = get(name)
+    asked = getattr(engine, "supports_router", None)
+    return engine if asked is not None and asked(spec, weight) is None else get(PORTABLE)
 
 
 @cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from mok_compile import reference
+import torch
+
+from mok_compile import reference, routing
 from mok_compile.engines import Problem
 from mok_compile.reference import Experts, Schedule
+from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
 
 
@@ -24,6 +27,12 @@ class Portable:
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
         experts = Experts.of(up, down, up_bias, down_bias, spec)
         return reference.backward(dy, x, ids, weights, experts, h, Schedule(order, offsets), spec, needs)
+
+    def supports_router(self, router: RouterSpec, weight: torch.Tensor) -> str | None:
+        return None
+
+    def route(self, x, weight, bias, correction, router) -> routing.Routed:
+        return routing.route(x, weight, bias, correction, router)
 
 
 engine = Portable()

@@ -1,0 +1,137 @@
+"""``mok::moe``: an MoE block with its router; and ``mok::route``, the choice of experts on its own.
+
+``mok::moe`` is what the graph shows and what is called; it consists of the router and of ``mok::experts``, into which
+autograd, AOTAutograd and every mode of torch take it apart. In float32 and float64 the choice of experts is the op
+``mok::route``, out of every compiler's reach: eager's own kernels run, so that the ids are eager's bit for bit. In 16
+bits, where that is not promised, the router's functions stay visible to the compiler, which fuses them: an opaque op
+would launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype.
+
+Shapes (legend in `mok_compile.spec`): x [T, H], router_x [T, R] (the same tensor in most models), router_weight [E, R],
+router_bias [E]; correction, E numbers of any shape, takes part in the choice alone and gets no gradient; expert_scale
+[E]; the experts' weights as for ``mok::experts``. Results: y [T, H]; logits [T, E], weights [T, K] and ids [T, K] int64
+for whoever reads them, the first two with gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from mok_compile import engines, routing
+from mok_compile.router import RouterSpec
+from mok_compile.routing import Routed
+
+EXACT = (torch.float32, torch.float64)
+
+lib = torch.library.Library("mok", "FRAGMENT")
+lib.define(
+    "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str router, str engine)"
+    " -> (Tensor logits, Tensor values, Tensor ids)"
+)
+lib.define(
+    "moe(Tensor x, Tensor router_x, Tensor router_weight, Tensor? router_bias, Tensor? correction, "
+    "Tensor? expert_scale, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
+    "str router, str spec, str engine) -> (Tensor y, Tensor logits, Tensor weights, Tensor ids)"
+)
+
+
+def check(x, weight, bias, correction, router: RouterSpec) -> None:
+    """Raises ValueError or TypeError, naming the argument, unless the router's arguments fit together."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        raise ValueError(f"mok::route: expected x [T, H] and weight [E, H], got {shapes}")
+    experts = weight.shape[0]
+    if bias is not None and tuple(bias.shape) != (experts,):
+        raise ValueError(f"mok::route: bias must have shape {(experts,)}, got {tuple(bias.shape)}")
+    if any(t.dtype != x.dtype or not x.dtype.is_floating_point for t in (weight, bias) if t is not None):
+        raise TypeError(f"mok::route: x, weight and bias must share one floating dtype; x is {x.dtype}")
+    if (correction is not None) != router.corrected or (correction is not None and correction.numel() != experts):
+        found = None if correction is None else tuple(correction.shape)
+        raise ValueError(f"mok::route: correction must be {experts if router.corrected else 'no'} numbers, got {found}")
+    if not 0 < router.top_k <= experts:
+        raise ValueError(f"mok::route: cannot choose {router.top_k} of {experts} experts")
+    if router.groups is not None and experts % router.groups.count:
+        raise ValueError(f"mok::route: {experts} experts are not {router.groups.count} groups of one size")
+
+
+def _route(x, weight, bias, correction, router, engine):
+    spec = RouterSpec.from_json(router)
+    check(x, weight, bias, correction, spec)
+    with torch._C._DisableAutocast():
+        routed = engines.router(engine, spec, weight).route(x, weight, bias, correction, spec)
+    return routed.logits, routed.values, routed.ids
+
+
+def _route_fake(x, weight, bias, correction, router, engine):
+    spec = RouterSpec.from_json(router)
+    check(x, weight, bias, correction, spec)
+    shape = (x.shape[0], spec.top_k)
+    values = x.new_empty(shape, dtype=spec.scores_dtype(x.dtype))
+    return x.new_empty(x.shape[0], weight.shape[0]), values, x.new_empty(shape, dtype=torch.int64)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, _, _, ctx.router, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(x, weight, *output)
+
+
+def _backward(ctx, dlogits, dvalues, _):
+    x, weight, *routed = ctx.saved_tensors
+    if dvalues is not None:
+        through = routing.logits_gradient(Routed(*routed), dvalues, RouterSpec.from_json(ctx.router))
+        dlogits = through if dlogits is None else dlogits + through
+    if dlogits is None:
+        return (None,) * 6
+    need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+    return (
+        dlogits @ weight if need_x else None,
+        dlogits.t() @ x if need_weight else None,
+        dlogits.sum(0) if need_bias else None,
+        *(None, None, None),
+    )
+
+
+lib.impl("route", _route, "CompositeExplicitAutograd")
+torch.library.register_fake("mok::route", _route_fake, lib=lib)
+torch.library.register_autograd("mok::route", _backward, setup_context=_setup_context, lib=lib)
+
+
+def _moe(
+    x,
+    router_x,
+    router_weight,
+    router_bias,
+    correction,
+    expert_scale,
+    up,
+    down,
+    up_bias,
+    down_bias,
+    router,
+    spec,
+    engine,
+):
+    described = RouterSpec.from_json(router)
+    operands = (router_x, router_weight, router_bias, correction)
+    check(*operands, described)
+    with torch._C._DisableAutocast():
+        own = engines.router(engine, described, router_weight).name != engines.PORTABLE
+        if own or x.dtype in EXACT:
+            routed = Routed(*torch.ops.mok.route(*operands, router, engine))
+        else:
+            routed = routing.route(*operands, described)
+        weights = routing.weigh(routed.values, routed.ids, expert_scale, described)
+    y, *_ = torch.ops.mok.experts(x, routed.ids, weights, up, down, up_bias, down_bias, spec, engine)
+    return y, routed.logits, weights, routed.ids
+
+
+lib.impl("moe", _moe, "CompositeImplicitAutograd")
+
+
+def _route_flops(x, weight, *args, out_shape=None, **kwargs) -> int:
+    return 2 * x[0] * x[1] * weight[0]
+
+
+register_flop_formula(torch.ops.mok.route)(_route_flops)

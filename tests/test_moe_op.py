@@ -1,0 +1,246 @@
+"""`mok::moe` and `mok::route`: ids to the bit, gradients, schema, FLOPs, arguments that do not fit."""
+
+import pytest
+import torch
+from naive import Problem
+from routers import CASES, EXPERTS
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from mok_compile import engines, ops, routing  # noqa: F401  registers the ops
+from mok_compile.engines import portable
+from mok_compile.router import Groups, RouterSpec, Step
+
+HIDDEN = 6
+
+
+class Router(Problem):
+    """Random arguments of `mok::moe`."""
+
+    def __init__(self, name, tokens=7, dtype=torch.float64, **shape):
+        super().__init__(tokens=tokens, experts=EXPERTS, hidden=HIDDEN, dtype=dtype, **shape)
+        self.case = CASES[name]
+        generator = torch.Generator().manual_seed(3)
+
+        def new(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.gate = new(EXPERTS, HIDDEN)
+        self.bias = new(EXPERTS) if self.case.bias else None
+        self.correction = new(EXPERTS).detach() if self.case.spec.corrected else None
+        self.scale = new(EXPERTS) if any(s.op == "expert_scale" for s in self.case.spec.weights) else None
+
+    @property
+    def routing(self):
+        return [self.x, self.gate, self.bias, self.correction]
+
+    @property
+    def arguments(self):
+        lists = [self.up, self.down, self.up_bias, self.down_bias]
+        how = (self.case.spec.to_json(), self.spec.to_json(), "portable")
+        return (self.x, *self.routing, self.scale, *lists, *how)
+
+    def spelled(self):
+        """y, logits, weights, ids as the model spells them."""
+        logits = torch.nn.functional.linear(self.x, self.gate, self.bias)
+        ids, weights = self.case.spell(logits, self.correction, self.scale)
+        lists = (self.up, self.down, self.up_bias, self.down_bias)
+        y = torch.ops.mok.experts(self.x, ids, weights, *lists, self.spec.to_json(), "portable")[0]
+        return y, logits, weights, ids
+
+
+def gradients(problem, outputs):
+    generator = torch.Generator().manual_seed(4)
+    seeds = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outputs]
+    leaves = [t for t in (problem.x, problem.gate, problem.bias, problem.scale, *problem.up) if t is not None]
+    grads = torch.autograd.grad(outputs, leaves, seeds, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_model(name, dtype, tokens):
+    """Outputs to the bit: the same kernels run. Gradients of y, logits and weights as autograd's own."""
+    problem = Router(name, tokens, dtype)
+    found, wanted = torch.ops.mok.moe(*problem.arguments), problem.spelled()
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype == b.dtype
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    for read in ((0, 1, 2), (0,), (1,), (2,)):
+        pairs = zip(*(gradients(problem, [outputs[i] for i in read]) for outputs in (found, wanted)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ties_are_resolved_as_topk_does(name):
+    """Logits from a handful of values: most experts are equal to others."""
+    problem = Router(name, 64, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for t in (problem.x, problem.gate, problem.correction):
+            if t is not None:
+                t.copy_(torch.randint(0, 2, t.shape, generator=generator))
+        if problem.bias is not None:
+            problem.bias.zero_()
+    found, wanted = torch.ops.mok.moe(*problem.arguments), problem.spelled()
+    assert len(wanted[1].unique()) <= HIDDEN + 1
+    assert torch.equal(found[3], wanted[3])
+    assert torch.equal(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradcheck(name):
+    problem = Router(name, tokens=4, inner=2)
+    x, gate, bias, correction, scale, *rest = problem.arguments[:1] + problem.arguments[2:]
+
+    def run(x, gate, bias, scale):
+        return torch.ops.mok.moe(x, x, gate, bias, correction, scale, *rest)[:3]
+
+    assert torch.autograd.gradcheck(run, (x, gate, bias, scale))
+
+
+def test_gradient_of_a_choice_that_fell_on_a_masked_expert():
+    """Where a group has fewer than K experts above the fill, masked ones are chosen: weight and gradient are zero."""
+    problem = Router("deepseek_v2", 5)
+    with torch.no_grad():
+        problem.gate[:, 0] = torch.tensor([900.0, -900, *[0.0] * 6])  # the second of the best group becomes zero
+        problem.x[:, 0] = 1.0
+    found, wanted = torch.ops.mok.moe(*problem.arguments), problem.spelled()
+    assert torch.equal(found[3], wanted[3])
+    assert (found[2] == 0).any()
+    for a, b in zip(gradients(problem, found[:3]), gradients(problem, wanted[:3]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("name", ["mixtral", "gemma4", "deepseek_v3", "deepseek_v2", "gpt_oss"])
+def test_opcheck(name, tokens):
+    problem = Router(name, tokens, torch.float32)
+    opcheck(torch.ops.mok.route.default, (*problem.routing, problem.case.spec.to_json(), "portable"))
+    opcheck(torch.ops.mok.moe.default, problem.arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta(name):
+    """Shapes and dtypes on the meta device are those of the real thing."""
+    problem = Router(name, dtype=torch.bfloat16)
+    real = torch.ops.mok.route(*problem.routing, problem.case.spec.to_json(), "portable")
+    meta = [None if t is None else t.detach().to("meta") for t in problem.routing]
+    fake = torch.ops.mok.route(*meta, problem.case.spec.to_json(), "portable")
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_specification_survives_json(case):
+    assert RouterSpec.from_json(case.spec.to_json()) == case.spec
+
+
+def test_specification_in_words():
+    assert str(CASES["deepseek_v3"].spec) == (
+        "sigmoid, top 2 of score + bias within 2 of 4 groups (by their best 2, others -inf), normalised (sum + 1e-20), "
+        "* 2.5"
+    )
+    assert str(CASES["ernie"].spec) == "softmax, top 2 of score + bias, normalised (sum at least 1e-12)"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scores": (Step("normalise"),)},
+        {"scores": (Step("expert_scale"),)},
+        {"masked": True},
+        {"masked": True, "corrected": True, "groups": Groups(2, 1, 1, 0.0)},
+    ],
+)
+def test_specifications_without_meaning(fields):
+    with pytest.raises(ValueError, match=r"no place|behind the mask"):
+        RouterSpec(**{"top_k": 2, "scores": (), "weights": (), **fields})
+
+
+def test_unknown_step():
+    with pytest.raises(ValueError, match="'argmax' is not one of cast, softmax"):
+        Step("argmax")
+
+
+def test_flops():
+    problem = Router("mixtral")
+    experts = 2 * 7 * 2 * HIDDEN * 15
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.mok.moe(*problem.arguments)
+    assert counter.get_total_flops() == 2 * 7 * HIDDEN * EXPERTS + experts
+
+
+def test_autocast_does_not_reach_inside():
+    problem = Router("deepseek_v3", dtype=torch.float32)
+    wanted = torch.ops.mok.moe(*problem.arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.ops.mok.moe(*problem.arguments)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+class WithKernels:
+    """An engine with kernels for routers that choose one expert."""
+
+    name = "kernels"
+    asked = 0
+
+    def __getattr__(self, name):
+        return getattr(portable.engine, name)
+
+    def supports_router(self, router, weight):
+        return None if router.top_k == 1 else "it chooses one expert"
+
+    def route(self, *arguments):
+        self.asked += 1
+        return routing.route(*arguments)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("llama4", 1), ("mixtral", 0)])
+def test_an_engine_takes_the_routers_it_knows(monkeypatch, name, calls):
+    """In 16 bits too, where the choice is otherwise left to the compiler."""
+    engine = WithKernels()
+    get = engines.get
+    monkeypatch.setattr(engines, "get", lambda name: engine if name == "kernels" else get(name))
+    problem = Router(name, dtype=torch.bfloat16)
+    found = torch.ops.mok.moe(*problem.arguments[:-1], "kernels")
+    assert engine.asked == calls
+    for a, b in zip(found, torch.ops.mok.moe(*problem.arguments), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "opaque"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False), (torch.float16, False)]
+)
+def test_the_choice_is_out_of_the_compilers_reach_where_it_is_promised(dtype, opaque):
+    problem = Router("mixtral", dtype=dtype)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.ops.mok.moe.default)(*problem.arguments).graph
+    targets = {node.target for node in graph.nodes}
+    assert (torch.ops.mok.route.default in targets) == opaque
+    assert (torch.ops.aten.topk.default in targets) != opaque
+    assert torch.ops.mok.experts.default in targets
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": lambda x: x[None]}, ValueError, r"expected x \[T, H\]"),
+        ({"gate": lambda g: g[:, :-1]}, ValueError, r"weight \[E, H\]"),
+        ({"gate": lambda g: g.half()}, TypeError, "one floating dtype"),
+        ({"x": lambda x: x.long(), "gate": lambda g: g.long()}, TypeError, "one floating dtype"),
+        ({"bias": lambda b: torch.zeros(3)}, ValueError, r"bias must have shape \(8,\)"),
+        ({"correction": lambda c: None}, ValueError, "correction must be 8 numbers, got None"),
+        ({"correction": lambda c: c[1:]}, ValueError, r"correction must be 8 numbers, got \(7,\)"),
+        ({"gate": lambda g: g[:6], "correction": lambda c: c[:6]}, ValueError, "6 experts are not 4 groups"),
+        ({"gate": lambda g: g[:1], "correction": lambda c: c[:1]}, ValueError, "cannot choose 2 of 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, error, message):
+    problem = Router("deepseek_v3", dtype=torch.float32)
+    for name, change in changes.items():
+        setattr(problem, name, change(getattr(problem, name)))
+    with pytest.raises(error, match=message), torch.no_grad():
+        torch.ops.mok.route(*problem.routing, problem.case.spec.to_json(), "portable")
