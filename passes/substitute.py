@@ -109,7 +109,7 @@ class Substitution:
                 raise Break("mutation", f"the result is written into memory that {node.name} shares")
 
     def _call(self, block: Block) -> tuple[Choice, Problem]:
-        given = x = self._operand(block, block.x)
+        given = x = self._kept(block, self._operand(block, block.x))
         down = self._weights(block, block.down)
         if _fake(x).dtype != _fake(down[0]).dtype:
             x = self._emit(block, torch.Tensor.to, x, _fake(down[0]).dtype)
@@ -129,8 +129,8 @@ class Substitution:
         lists = (
             [node for w in block.up for node in self._weights(block, w)],
             down,
-            [self._operand(block, b) for bias in block.up_bias for b in tensors_of(bias)],
-            [self._operand(block, b) for b in tensors_of(block.down_bias)],
+            [self._kept(block, self._operand(block, b)) for bias in block.up_bias for b in tensors_of(bias)],
+            [self._kept(block, self._operand(block, b)) for b in tensors_of(block.down_bias)],
         )
         problem = Problem.of(_fake(x), _fake(ids), _fake(weights), [_fake(node) for node in down])
         choice = engines.choose(block.spec, problem, self.engine)
@@ -165,6 +165,12 @@ class Substitution:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
 
+    def _kept(self, block: Block, node: fx.Node) -> fx.Node:
+        """`node`, or a copy of it where it is written later on: the op's backward pass reads it again."""
+        end = self.view.positions[block.final]
+        written = any(self.view.positions[w] > end for s in self.view.storages(node) for w in s.writers)
+        return self._emit(block, torch.clone, node) if written and torch.is_grad_enabled() else node
+
     def _weights(self, block: Block, weight: Weight) -> list[fx.Node]:
         """A weight as the op wants it: one [E, out, in], or E of [out, in]."""
         nodes = [self._operand(block, tensor) for tensor in weight.tensors]
@@ -185,7 +191,7 @@ class Substitution:
             if value.detached or self.view.holder(value.args[0], block.final) is None:
                 break
             value = value.args[0]
-        node, shape = self._operand(block, value), value.meta.shape
+        node, shape = self._kept(block, self._operand(block, value)), value.meta.shape
         if len(shape) == 2 and same(shape[1], block.k):
             return node
         return self._emit(block, torch.reshape, node, (-1, block.k))

@@ -487,8 +487,10 @@ def write(graph: fx.Graph, rng: random.Random) -> str:
     """Something is written into a value, at some place behind it."""
     place = order(graph)
     node = pick(rng, tensors(graph))
-    last = max(place[u] for u in node.users)
-    after = pick(rng, (n for n in graph.nodes if place[node] <= place[n] <= last and n.op != "output"))
+    last = len(place)
+    if any(user.kwargs.get("offs") is node for user in node.users):
+        last = max(place[u] for u in node.users)  # the fallback's backward pass reads them past autograd's checks
+    after = pick(rng, (n for n in graph.nodes if place[node] <= place[n] < last and n.op != "output"))
     if after.op == "placeholder":
         after = [n for n in graph.nodes if n.op == "placeholder"][-1]
     what = rng.choice(list(WRITES))

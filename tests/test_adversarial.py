@@ -269,3 +269,18 @@ class MaskedBias(StrayBias):
 def test_clamped_biases_need_a_mask_behind_them():
     check_refused(StrayBias(), *problem(), reason="no-match", detail="not masked", verify=False)
     check_fused(MaskedBias(), *problem(), verify=False)
+
+
+class OperandsWrittenLater(Fixed):
+    """Eager's gathers and products need none of these again; the op does."""
+
+    def forward(self, x, ids, weights):
+        x, ids, weights = x * 1, ids.clone(), weights * 1
+        y = self.experts(x, ids, weights)
+        x.mul_(2)
+        ids.add_(1)
+        return y
+
+
+def test_operands_that_are_written_after_the_block():
+    check_fused(OperandsWrittenLater(), *problem(), verify=False)
