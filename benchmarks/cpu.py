@@ -26,6 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from mok_compile import ops  # noqa: F401  defines mok::experts
 from mok_compile.engines import cpu
+from mok_compile.engines.buffers import pool
 from mok_compile.spec import ExpertsSpec, dtype_name
 
 SHAPES = ((2048, 1024, 64, 8), (2048, 768, 128, 8), (1024, 2048, 8, 2))
@@ -145,6 +146,7 @@ def measure(setup: Setup, shape, dtype, T: int, train: bool, candidates, top: di
         row["peak_bytes"] = {}
         for name in candidates:
             if times[name] <= args.budget:
+                pool.release()  # what earlier steps left for this one belongs to it
                 with PeakMemory() as memory:
                     setup.step(name, x)
                 row["peak_bytes"][name] = memory.peak

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "forward.h"
-#include "pages.h"
 
 namespace mok {
 namespace {
@@ -147,7 +146,6 @@ void dmatrix_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight
     Pack::across(scratch, scratch.right, right, first + k0, part, tile.c0, columns);
     for (int64_t r0 = 0; r0 < rows; r0 += kRowsPacked) {
       const int64_t count = smaller(rows - r0, kRowsPacked);
-      if (k0 == 0) make_present(out + r0 * grad.row, ((count - 1) * grad.row + columns) * sizeof(Element));
       const Left packed = Pack::across_left(scratch, left, first + k0, part, tile.r0 + r0, count);
       for (int64_t c = 0; c < columns; c += kColumns) {
         const int64_t n = smaller(columns - c, kColumns);

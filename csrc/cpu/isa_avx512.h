@@ -267,6 +267,20 @@ using Avx512 = Avx512Base<false>;
 struct Avx512Bf16 : Avx512Base<true> {
   template <class Element>
   static constexpr bool pairs = std::is_same_v<Element, Bf16>;
+
+  // to[i] = first[i] | second[i] << 16 for i < n.
+  static void interleave(Lane* to, const Bf16* first, const Bf16* second, int64_t n) {
+    // Unpacking works within quarters of a register: afterwards eight bytes of the one and the other take turns.
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+      const __m512i a = _mm512_loadu_si512(first + i), b = _mm512_loadu_si512(second + i);
+      const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
+      _mm512_storeu_si512(to + i, _mm512_permutex2var_epi64(even, low, odd));
+      _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi64(even, high, odd));
+    }
+    for (; i < n; i++) to[i] = first[i].bits | uint32_t{second[i].bits} << 16;
+  }
 };
 
 }  // namespace

@@ -209,32 +209,31 @@ struct Operands {
   }
 };
 
-bool enough(const std::vector<Tile>& tiles, int64_t threads) {
-  return static_cast<int64_t>(tiles.size()) >= 4 * threads;
-}
+constexpr int64_t kTilesPerThread = 4;  // at least, so that threads end at about the same time
 
 // The tile that the thread which has tile i will probably take next.
 const Tile& later(const std::vector<Tile>& tiles, int64_t i, int64_t threads) {
   return tiles[std::min<int64_t>(i + threads, tiles.size() - 1)];
 }
 
-// Tiles as large as keeps all threads busy.
+// Tiles as large as keeps all threads busy; of tokens, `least` of them.
 std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t widest = kColumns,
                                int64_t narrowest = 16) {
   int64_t width = widest;
   std::vector<Tile> tiles = operands.expert_tiles(columns, width);
-  while (width > narrowest && !enough(tiles, threads)) tiles = operands.expert_tiles(columns, width /= 2);
+  while (width > narrowest && static_cast<int64_t>(tiles.size()) < kTilesPerThread * threads)
+    tiles = operands.expert_tiles(columns, width /= 2);
   return tiles;
 }
 
-std::vector<Tile> token_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t widest = kColumns,
+std::vector<Tile> token_tiles(const Operands& operands, int64_t least, int64_t columns, int64_t widest,
                               int64_t narrowest = 16) {
   int64_t width = widest;
   while (width > 2 * kColumns && operands.block.T * width > kTokens * kColumns) width /= 2;
   int64_t tokens = std::min(operands.block.T, kTokens * kColumns / width);
   for (;;) {
     std::vector<Tile> tiles = operands.token_tiles(columns, width, std::max<int64_t>(tokens, 1));
-    if (enough(tiles, threads) || (tokens <= 512 && width <= narrowest)) return tiles;
+    if (static_cast<int64_t>(tiles.size()) >= least || (tokens <= 512 && width <= narrowest)) return tiles;
     tokens > 512 ? tokens = (tokens + 1) / 2 : width /= 2;
   }
 }
@@ -281,7 +280,8 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
     table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));
   });
-  const std::vector<Tile> down_tiles = token_tiles(operands, team.threads(), block.H, table.down_columns);
+  const std::vector<Tile> down_tiles =
+      token_tiles(operands, kTilesPerThread * team.threads(), block.H, table.down_columns);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
 
@@ -351,7 +351,9 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   if (need_products) {
     // `partial` has one part for each full tile of columns.
     const int64_t narrowest = need_weights && weight_on_input ? kColumns : 16;
-    const std::vector<Tile> tiles = token_tiles(operands, team.threads(), block.H, kLead, narrowest);
+    // The wider a tile, the longer the runs of memory. A weight's gradients, if any, fill the time that few tiles leave.
+    const int64_t per_thread = block.dup || block.ddown ? 1 : kTilesPerThread;
+    const std::vector<Tile> tiles = token_tiles(operands, per_thread * team.threads(), block.H, kLead, narrowest);
     for (const Tile& tile : tiles) tasks.push_back({Task::kInput, tile, Weight::kUp});
   }
   const auto add_matrices = [&](const Matrix* matrices, int64_t rows, int64_t columns, Weight which) {

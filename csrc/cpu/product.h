@@ -93,7 +93,7 @@ struct Packing {
           widen_row(first, reinterpret_cast<float*>(to), m);
         } else if (p + 1 < k) {
           const Element* second = scaled(scratch, 1, rows, p0 + p + 1, c0 + c, m);
-          for (int64_t i = 0; i < m; i++) to[i] = first[i].bits | uint32_t{second[i].bits} << 16;
+          Isa::interleave(to, first, second, m);
         } else {
           for (int64_t i = 0; i < m; i++) to[i] = first[i].bits;
         }

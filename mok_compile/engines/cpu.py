@@ -11,7 +11,7 @@ import torch
 from mok_compile import build
 from mok_compile.activation import Expr, Value
 from mok_compile.engines import Problem, get, warn_once
-from mok_compile.grouped import empty_as
+from mok_compile.engines.buffers import pool
 from mok_compile.spec import LAYOUTS, ExpertsSpec
 
 # Instruction sets, in the order of `Level` in csrc/cpu/block.h. MOK_CPU_ISA names the highest one to use.
@@ -56,9 +56,10 @@ class Cpu:
         slots, inner = ids.numel(), down[0].shape[-1]
         num_experts = down[0].shape[0] if down[0].dim() == 3 else len(down)
         y = torch.empty(x.shape, dtype=spec.dtype)
-        h = x.new_empty(slots if save else 0, 2 * inner if spec.gated else inner)
+        columns = 2 * inner if spec.gated else inner
+        h = pool.empty_strided((slots if save else 0, columns), (columns, 1), x.dtype)
         order, offsets = torch.empty(slots, dtype=torch.int32), torch.empty(num_experts, dtype=torch.int32)
-        a = x.new_empty(slots, inner)
+        a = pool.empty_strided((slots, inner), (inner, 1), x.dtype)
         operands = (x.contiguous(), ids.contiguous(), weights.float().contiguous(), up, down, up_bias, down_bias)
         ops.forward(*operands, y, h, order, offsets, a, save, *_how(spec))
         return y, h, order, offsets
@@ -74,11 +75,11 @@ class Cpu:
         lists = ((up, need_up), (down, need_down), (up_bias, needs[4]), (down_bias, needs[5]))
         grads = [torch.empty(x.shape, dtype=x.dtype)] if need_x else []
         grads += [torch.empty(weights.shape, dtype=torch.float32)] if need_weights else []
-        grads += [empty_as(t) for tensors, need in lists if need for t in tensors]
+        grads += [pool.empty_like(t) for tensors, need in lists if need for t in tensors]
         parts = -(-(inner if spec.weight_on == "output" else hidden) // TILE_COLUMNS) if need_weights else 0
         working = (
-            torch.empty_like(h),
-            x.new_empty(slots if need_down else 0, inner),
+            pool.empty_like(h),
+            pool.empty_strided((slots if need_down else 0, inner), (inner, 1), x.dtype),
             torch.empty(parts, slots, dtype=torch.float32),
         )
         operands = (x.contiguous(), ids.contiguous(), weights.float().contiguous(), up, down, up_bias, down_bias)
