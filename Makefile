@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
 
-.PHONY: demo test docs lint format clean
+.PHONY: demo test sanitize docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(ARGS)
@@ -17,6 +17,11 @@ demo: $(INSTALLED)
 # times slower.
 test: $(INSTALLED)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# The CPU kernels under the address and undefined-behaviour sanitizers, AMX emulated. The full grid takes many minutes:
+# make test ARGS="-m exhaustive".
+sanitize: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m exhaustive -k small tests/cpu/test_cpu_sanitizers.py
 
 # Into build/site. A warning (a dead link, a page that the menu lacks) is an error.
 docs: $(INSTALLED)
