@@ -107,6 +107,7 @@ class _Step:
     kwargs: dict
     outputs: tuple[tuple[_Ref, Meta, _Ref | None], ...]  # new tensors, and an earlier one that shares their memory
     written: tuple[_Ref, ...]
+    overlaps: bool  # something written holds several of its elements in one place
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class View:
             for ref in step.written:
                 functional = _functional(step.op)
                 meta = made[ref].value.meta
-                known = functional and len(step.written) == 1
+                known = functional and len(step.written) == 1 and not step.overlaps
                 new = (node, functional, args, kwargs, 0, meta)
                 value = self._intern(*new) if known else self._fresh(node, meta, "written")
                 self._write(node, made[ref], value)
@@ -388,6 +389,7 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
 
     steps = []
     for number, (op, step_args, step_kwargs, out) in enumerate(recorder.calls):
+        written = _written(op, step_args, step_kwargs)
         step_args, step_kwargs = map_aggregate((tuple(step_args), step_kwargs), reference)
         outputs = []
         for index, tensor in enumerate(tree_leaves(out)):
@@ -396,19 +398,32 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
                 outputs.append((ref, Meta.of(tensor), memory.get(storage)))
                 refs[id(tensor)] = ref
                 memory.setdefault(storage, ref)
-        steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), _written(op, step_args, step_kwargs)))
+        overlaps = any(map(_overlaps, written))
+        steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), tuple(map(reference, written)), overlaps))
     result = tree_map(reference, result)
     unknown = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((result, [(s.args, s.kwargs) for s in steps])))
     return None if unknown else _Recording(tuple(steps), result, sizes)
 
 
-def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[_Ref, ...]:
-    refs = []
+def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    tensors = []
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            refs += [r for r in tree_leaves(given) if isinstance(r, _Ref)]
-    return tuple(refs)
+            tensors += [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return tensors
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of `tensor` share their place: after `expand`, `unfold` and the like."""
+    sizes = (n if isinstance(n, int) else 2 for n in tensor.shape)
+    known = ((s, n) for s, n in zip(tensor.stride(), sizes, strict=True) if n > 1 and isinstance(s, int))
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(known):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

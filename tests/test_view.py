@@ -100,6 +100,22 @@ def test_writing_the_base_changes_its_views():
     assert result(view)[0].args[0].op == "written"
 
 
+def test_writing_what_overlaps_itself():
+    """Of the elements that share a place the last one written stays, which no functional op says."""
+
+    def f(x):
+        wide = torch.zeros(1).expand(4)
+        wide[torch.arange(3)] = x[:3]
+        rows = torch.zeros(6).unfold(0, 3, 1)
+        rows.add_(x[:3])
+        apart = torch.zeros(4, 6)[:, ::2]
+        apart.add_(x[:3])
+        return wide, rows, apart
+
+    view, _ = view_of(f, torch.randn(4))
+    assert [value.op for value in result(view)] == ["written", "written", aten.add.Tensor]
+
+
 def test_inputs_that_share_memory_know_each_other():
     base = torch.randn(6)
 
