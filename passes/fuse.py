@@ -16,7 +16,7 @@ from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
-from mok_compile.passes.verify import verify
+from mok_compile.passes.verify import arguments_of, verify
 from mok_compile.report import Site
 from mok_compile.spec import ExpertsSpec
 
@@ -41,15 +41,16 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
     for what, node, site in became:
         site.slice = slices.get(what)
         sites.append((order[node], site))
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            body = getattr(gm, node.args[0].target)
-            inner = fuse(body, None, options, watched)
-            for site in inner:
-                site.subgraph = ".".join(filter(None, (node.args[0].target, site.subgraph)))
-            if any(site.status == "fused" for site in inner):
-                translate_policy(body)
-            sites += [(order[node], site) for site in inner]
+    bodies = [node for node in gm.graph.nodes if node.target is torch.ops.higher_order.tag_activation_checkpoint]
+    given = arguments_of(bodies, gm, inputs) if options.verify and inputs is not None and bodies else {}
+    for node in bodies:
+        body = getattr(gm, node.args[0].target)
+        inner = fuse(body, given.get(node), options, watched)
+        for site in inner:
+            site.subgraph = ".".join(filter(None, (node.args[0].target, site.subgraph)))
+        if any(site.status == "fused" for site in inner):
+            translate_policy(body)
+        sites += [(order[node], site) for site in inner]
     return [site for _, site in sorted(sites, key=lambda pair: pair[0])]
 
 

@@ -6,6 +6,7 @@ random state is put back). Where the graph computes gradients, those of all oper
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +45,48 @@ def verify(
     written = {node for node, cell in view.cells.items() if isinstance(cell, Cell) and cell.storage.writers}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     copies = [
-        given.detach().clone().requires_grad_(given.requires_grad) if node in written else _concrete(given)
-        for node, given in zip(placeholders, inputs, strict=True)
+        _copy(given) if node in written else _concrete(given) for node, given in zip(placeholders, inputs, strict=True)
     ]
-    devices = {t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with _same_random_state(inputs):
         run = _Run(gm, insertions)
         run.run(*copies)
     return run.compared
+
+
+def arguments_of(bodies: Sequence[fx.Node], gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, tuple]:
+    """The real arguments that `bodies`, the calls of checkpointed regions in `gm`, are run on."""
+    with _same_random_state(inputs):
+        run = _Arguments(gm, bodies)
+        run.run(*(_kept(_concrete(given)) for given in inputs))
+    return run.found
+
+
+class _Arguments(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, bodies: Sequence[fx.Node]) -> None:
+        super().__init__(gm)
+        self.bodies, self.found = bodies, {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node not in self.bodies:
+            return super().run_node(node)
+        body, *arguments = (self.env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args)
+        self.found[node] = tuple(map(_kept, arguments))
+        return body(*arguments)
+
+
+def _copy(given: torch.Tensor) -> torch.Tensor:
+    """A copy that may be written into, as a value that gradients flow through may be."""
+    return given.detach().requires_grad_(given.requires_grad).clone()
+
+
+def _kept(given: Any) -> Any:
+    """A copy, but of parameters: they are too large to be copied on the suspicion that something writes into them."""
+    return _copy(given) if isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter) else given
+
+
+def _same_random_state(inputs: Sequence[Any]) -> contextlib.AbstractContextManager:
+    devices = {t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return torch.random.fork_rng(devices=list(devices))
 
 
 def _concrete(given: Any) -> Any:
@@ -110,7 +145,7 @@ def _error(old: torch.Tensor | None, new: torch.Tensor | None, low: bool) -> flo
     if old is None or new is None:
         present = new if old is None else old
         return 0.0 if present is None or not present.any() else float("inf")
-    if old.shape != new.shape:
+    if old.shape != new.shape or old.dtype != new.dtype:
         return float("inf")
     old, new = old.detach().double(), new.detach().double()
     if old.numel() == 0:

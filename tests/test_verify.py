@@ -6,9 +6,12 @@ import pytest
 import torch
 from blocks import Biased, Moe, Sentinel, Stack, Ungated, routing, tokens
 from harness import Fused, check_fused, check_refused, compare
+from torch.utils.checkpoint import checkpoint
 
 from mok_compile import activation as act
+from mok_compile import engines
 from mok_compile.passes import rules, site
+from mok_compile.passes.substitute import Substitution
 from mok_compile.passes.verify import _error
 
 aten = torch.ops.aten
@@ -71,6 +74,182 @@ def test_wrong_operand(monkeypatch):
     check_refused(Moe(), tokens(), reason="verify")
 
 
+# The substitution lies about one operand of the op, or the engine about one result.
+
+
+def double_gradient(sub, block, node):
+    twice = sub._emit(block, torch.mul, node, 2.0)
+    return sub._emit(block, torch.sub, twice, sub._emit(block, torch.detach, node))
+
+
+def on(position, change):
+    """Changes one operand; in a list of weights or biases, the last one."""
+
+    def edit(sub, block, args):
+        args = list(args)
+        if isinstance(args[position], list):
+            args[position] = [*args[position][:-1], change(sub, block, args[position][-1])]
+        else:
+            args[position] = change(sub, block, args[position])
+        return args
+
+    return edit
+
+
+def call(function, *more):
+    return lambda sub, block, node: sub._emit(block, function, node, *more)
+
+
+def spec(old, new):
+    def change(sub, block, text):
+        assert old in text
+        return text.replace(old, new)
+
+    return on(7, change)
+
+
+X, IDS, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS = range(7)
+FORWARD = {
+    "layout": spec('"concat"', '"interleaved"'),
+    "activation": spec("silu", "gelu"),
+    "half": spec("silu(gate) * up", "silu(up) * gate"),
+    "out_dtype": spec('"out_dtype": "float32"', '"out_dtype": "float64"'),
+    "other tokens": on(X, call(torch.roll, 1, 0)),
+    "other ids": on(IDS, call(torch.flip, [0])),
+    "ids of other slots": on(IDS, call(torch.flip, [1])),
+    "one expert too far": on(IDS, call(torch.add, 1)),
+    "weights scaled": on(WEIGHTS, call(torch.mul, 1.01)),
+    "weights of other tokens": on(WEIGHTS, call(torch.roll, 1, 0)),
+    "experts moved": on(UP, call(torch.roll, 1, 0)),
+    "rows of the down projection moved": on(DOWN, call(torch.roll, 1, 1)),
+    "no up bias": lambda sub, block, args: [*args[:UP_BIAS], [], *args[DOWN_BIAS:]],
+    "no down bias": lambda sub, block, args: [*args[:DOWN_BIAS], [], *args[DOWN_BIAS + 1 :]],
+    "biases moved": on(DOWN_BIAS, call(torch.roll, 1, 0)),
+}
+BACKWARD = {
+    f"{what} {name}": on(position, change)
+    for name, position in (("x", X), ("weights", WEIGHTS), ("up", UP), ("down", DOWN), ("bias", UP_BIAS))
+    for what, change in (("detached", call(torch.detach)), ("gradient doubled", double_gradient))
+}
+
+
+class GivenBiased(Biased):
+    def forward(self, x, ids, weights):
+        return self.experts(x, ids, weights)
+
+
+def sabotage(monkeypatch, edit):
+    honest = Substitution._emit
+
+    def emit(self, block, target, *args, **kwargs):
+        if target is torch.ops.mok.experts.default:
+            args = edit(self, block, args)
+        return honest(self, block, target, *args, **kwargs)
+
+    monkeypatch.setattr(Substitution, "_emit", emit)
+
+
+@pytest.mark.parametrize("edit", FORWARD.values(), ids=FORWARD)
+def test_wrong_substitution(monkeypatch, edit):
+    sabotage(monkeypatch, edit)
+    check_refused(GivenBiased(), tokens(), *routing(), reason="verify", detail="relative error")
+
+
+@pytest.mark.parametrize("edit", BACKWARD.values(), ids=BACKWARD)
+def test_wrong_gradients_of_a_substitution(monkeypatch, edit):
+    sabotage(monkeypatch, edit)
+    check_refused(GivenBiased(), tokens(), *routing(), reason="verify", detail="in the gradient")
+
+
+def test_right_again_without_sabotage():
+    check_fused(GivenBiased(), tokens(), *routing())
+
+
+def test_operands_of_another_layer(monkeypatch):
+    """The second of two blocks gets the ids or the weights of the first."""
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = GivenBiased(), GivenBiased(seed=1)
+
+        def forward(self, x, a, b, c, d):
+            return self.first(x, a, b), self.second(x, c, d)
+
+    routes = [t for seed in (2, 3) for t in routing(seed=seed)]
+    for position in (IDS, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS):
+        seen = []
+
+        def first_again(sub, block, args, position=position, seen=seen):
+            seen.append(args[position])
+            return [*args[:position], seen[0], *args[position + 1 :]]
+
+        with monkeypatch.context() as patch:
+            sabotage(patch, first_again)
+            torch._dynamo.reset()
+            fused = Fused(Two())
+            found = fused(tokens(), *routes)
+        assert fused.counts() == (1, 1) and fused.reasons == ["verify"], position
+        for a, b in zip(found, Two()(tokens(), *routes), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+ENGINE_RESULTS = ["x", "weights", "up", "down", "up_bias", "down_bias"]
+
+
+@pytest.mark.parametrize("wrong", range(len(ENGINE_RESULTS)), ids=ENGINE_RESULTS)
+def test_an_engine_with_one_wrong_gradient(monkeypatch, wrong):
+    engine = engines.get("portable")
+    honest = type(engine).backward
+
+    def backward(self, *args):
+        grads = honest(self, *args)
+        grads[wrong] = grads[wrong] * 1.01
+        return grads
+
+    monkeypatch.setattr(type(engine), "backward", backward)
+    check_refused(GivenBiased(), tokens(), *routing(), reason="verify", detail="in the gradient")
+
+
+def test_an_engine_with_one_wrong_row(monkeypatch):
+    engine = engines.get("portable")
+    honest = type(engine).forward
+
+    def forward(self, *args, **kwargs):
+        y, *saved = honest(self, *args, **kwargs)
+        y = y.clone()
+        y[-1, 0] += y.abs().mean() * 0.05
+        return y, *saved
+
+    monkeypatch.setattr(type(engine), "forward", forward)
+    check_refused(GivenBiased(), tokens(), *routing(), reason="verify", detail="relative error")
+
+
+def test_strict_says_what_verify_found(monkeypatch):
+    sabotage(monkeypatch, FORWARD["activation"])
+    fused = Fused(GivenBiased(), strict=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="verify"):
+        fused(tokens(), *routing())
+
+
+def test_inference_is_verified_too(monkeypatch):
+    sabotage(monkeypatch, FORWARD["weights scaled"])
+    with torch.no_grad():
+        check_refused(GivenBiased(), tokens(grad=False), *routing(grad=False), reason="verify")
+
+
+class Recomputed(GivenBiased):
+    def forward(self, x, ids, weights):
+        return checkpoint(super().forward, x, ids, weights, use_reentrant=False)
+
+
+@pytest.mark.parametrize("edit", [FORWARD["activation"], BACKWARD["detached x"]], ids=["forward", "backward"])
+def test_checkpointed_blocks_are_verified(monkeypatch, edit):
+    assert check_fused(Recomputed(), tokens(), *routing()).report.sites[0].verify_error is not None
+    sabotage(monkeypatch, edit)
+    check_refused(Recomputed(), tokens(), *routing(), reason="verify")
+
+
 def test_off_means_off(monkeypatch):
     """Without mok.verify the lie goes through: what the tests above prove is that verify caught it."""
     lie(monkeypatch, aten.silu.default, lambda f: replace(f, expr=act.unary("sigmoid", f.expr.args[0])))
@@ -89,7 +268,7 @@ def test_one_of_two_blocks_is_withdrawn(monkeypatch):
     compare(model, fused, x, tolerance=1e-4)
     assert fused.counts() == (1, 1), fused.report
     assert fused.reasons == ["verify"]
-    assert fused.targets().count("mok.experts.default") == 1
+    assert fused.targets().count("mok.moe.default") == 1
     assert any("grouped_mm" in t for t in fused.targets())
 
 
@@ -121,6 +300,19 @@ def test_verifying_changes_nothing():
         torch.testing.assert_close(a, b)
     assert fused.counts() == (1, 0), fused.report
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_inputs_that_are_written_may_have_gradients():
+    class Writes(Moe):
+        def forward(self, x):
+            y = super().forward(x)
+            x.mul_(2)
+            return y
+
+    fused = Fused(Writes())
+    x = tokens()
+    fused(x * 1).sum().backward()
+    assert fused.counts() == (1, 0) and x.grad.any()
 
 
 def test_sentinels_are_no_difference():
