@@ -25,7 +25,7 @@ class Options:
     strict: raise `StrictError` when a recognisable MoE block is left unfused.
     verify: compare each fused block with the graph it replaces, outputs and gradients, on the inputs of the compile.
     engine: "auto", or the name of the engine to use where it can.
-    router: reserved for fusing the router into the block; no effect in this version.
+    router: fuse the router with its experts where it is understood.
     dump: folder for the graphs before and after and the report; empty for none.
     """
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mok_compile import table
+from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec, dtype_name
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ REASONS = {
         "the activation uses values from outside the experts",
         "make it a function of gate and up alone; apply scales and masks before or after the experts",
     ),
-    "router": ("the experts are fused, the router is not", "nothing: the router runs under Inductor"),
+    "router": (
+        "the experts are fused, the router is not",
+        "nothing: the router runs under Inductor as before; router_detail says where it differs from the known ones",
+    ),
     "interior-use": (
         "a value inside the block is read outside of it",
         "do not return, keep or record it; what a hook needs, compute from the block's inputs or result",
@@ -99,6 +103,13 @@ class Site:
     problem: Problem | None = None  # sizes and dtypes of a fused block
     subgraph: str = ""  # the checkpointed body that the block lies in, empty for the graph itself
     slice: Slice | None = field(default=None, repr=False)  # what was proven; only when somebody watches
+    router: RouterSpec | None = None  # the router that was fused too
+    router_detail: str = ""  # why the router was not
+
+    @property
+    def op(self) -> str:
+        """``"moe"`` for a block that is fused with its router, ``"experts"`` for one without it; else empty."""
+        return "" if self.status != "fused" else "moe" if self.router is not None else "experts"
 
     @property
     def cure(self) -> str:
@@ -113,7 +124,10 @@ class Site:
             "detail": self.detail,
             "what_to_do": self.cure,
             "location": self.location,
+            "op": self.op,
             "spec": asdict(self.spec) if self.spec else None,
+            "router": self.router.to_dict() if self.router else None,
+            "router_detail": self.router_detail,
             "engine": self.engine,
             "verify_error": self.verify_error,
             "node": self.node,

@@ -107,6 +107,8 @@ class RouterSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; an infinite fill as text, which JSON has no number for."""
         fields = asdict(self)
+        for name in ("scores", "weights"):
+            fields[name] = [{"op": step.op, "args": list(step.args)} for step in getattr(self, name)]
         if self.groups is not None and not math.isfinite(self.groups.fill):
             fields["groups"]["fill"] = str(self.groups.fill)
         return fields

@@ -50,6 +50,10 @@ class Row:
             yield "why", self.site.detail
             yield "to do", self.site.cure
         else:
+            if self.site.router is not None:
+                yield "router", f"{self.site.router} (mok::moe)"
+            elif self.site.router_detail:
+                yield "router", f"not fused: {self.site.router_detail}"
             if self.site.verify_error is not None:
                 yield "verified", f"largest relative error of a row {self.site.verify_error:.1e}"
             if self.site.detail:
@@ -62,7 +66,8 @@ def rows(report: Report) -> list[Row]:
     for site in report.sites:
         path, cls, source = parts(site.location)
         detail = site.detail.replace(site.node, "*") if site.node else site.detail
-        key = (_NUMBER.sub("*", path), cls, source, site.status, site.reason, detail, site.spec, site.engine)
+        what = (site.spec, site.engine, site.router, site.router_detail)
+        key = (_NUMBER.sub("*", path), cls, source, site.status, site.reason, detail, *what)
         groups.setdefault((*key, site.verify_error is None), []).append((site, path, cls, source))
     found = []
     for group in groups.values():

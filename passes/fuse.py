@@ -1,4 +1,5 @@
-"""The order of the passes over one graph: analyse, insert, verify, commit, erase; then the bodies of checkpoints."""
+"""The order of the passes over one graph: analyse, insert, join the router, verify, commit, erase; then the bodies of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from torch import fx
 from mok_compile import ops
 from mok_compile.options import Options
 from mok_compile.passes.checkpoint import translate_policy
+from mok_compile.passes.join import Joined, erase, hand_over, join
+from mok_compile.passes.router import Router, find
 from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
 from mok_compile.passes.verify import arguments_of, verify
 from mok_compile.report import Site
+from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
 
 log = logging.getLogger("mok_compile")
@@ -30,7 +34,7 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
     checkpointed regions are fused too; other higher-order ops are left alone. With `watched` each site carries its
     slice of the graph and what was proven there.
     """
-    direct = [_direct(node) for node in gm.graph.nodes if ops.is_ours(node.target)]
+    direct = [_direct(node) for node in gm.graph.nodes if ops.is_block(node.target)]
     found = _analyse(gm)
     slices = _slices(gm, found) if watched else {}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -65,9 +69,11 @@ def _analyse(gm: fx.GraphModule) -> Analysis:
 
 def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
     """A block that was the op already when Dynamo traced it: the experts implementation "mok", or a user's own call."""
-    spec, engine = node.args[7:9]
+    *_, spec, engine = node.args
     detail = "the model calls the op itself"
-    return None, node, Site("fused", None, detail, location(node), ExpertsSpec.from_json(spec), engine, node=node.name)
+    router = RouterSpec.from_json(node.args[10]) if ops.is_block(node.target, router=True) else None
+    spec = ExpertsSpec.from_json(spec)
+    return None, node, Site("fused", None, detail, location(node), spec, engine, node=node.name, router=router)
 
 
 def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
@@ -88,12 +94,13 @@ def _replace(
 ) -> list[tuple[Block, Site]]:
     if not found.blocks:
         return []
+    routers = {block: _router(block, found, options) for block in found.blocks}
     substitution = Substitution(gm.graph, found.view, options.engine)
     sites: dict[Block, Site] = {}
     insertions: list[Insertion] = []
     for block in found.blocks:
         try:
-            insertions.append(substitution.insert(block))
+            insertions.append(_joined(substitution, substitution.insert(block), routers))
         except Break as stop:
             sites[block] = _refused(block, stop.reason, stop.detail)
         except Exception as error:  # as in _analyse
@@ -109,19 +116,51 @@ def _replace(
             sites[insertion.block] = _refused(insertion.block, "verify", comparison.detail)
         else:
             substitution.commit(insertion)
-            sites[insertion.block] = _fused(insertion, None if comparison is None else comparison.worst)
+            if isinstance(insertion, Joined):
+                hand_over(substitution, insertion)
+            error = None if comparison is None else comparison.worst
+            sites[insertion.block] = _fused(insertion, routers[insertion.block], error)
     substitution.erase()
+    for insertion in insertions:
+        if isinstance(insertion, Joined) and sites[insertion.block].status == "fused":
+            erase(substitution, insertion)
     gm.graph.lint()
     gm.recompile()
     return list(sites.items())
 
 
-def _fused(insertion: Insertion, error: float | None) -> Site:
+def _router(block: Block, found: Analysis, options: Options) -> Router | Break | None:
+    """The router of a block, or why there is none to fuse; None if nobody wants to know."""
+    if not options.router:
+        return None
+    try:
+        return find(block, found.facts)
+    except Break as stop:
+        return stop
+    except Exception as error:  # as in _analyse
+        log.warning("mok-compile: a router could not be analysed; please report", exc_info=True)
+        return Break("router", f"the router could not be analysed: {error!r}")
+
+
+def _joined(substitution: Substitution, insertion: Insertion, routers: dict[Block, Router | Break | None]) -> Insertion:
+    """`insertion` with its router if that is proven and can be taken in."""
+    router = routers[insertion.block]
+    if not isinstance(router, Router):
+        return insertion
+    try:
+        return join(substitution, insertion, router)
+    except Break as stop:
+        routers[insertion.block] = stop
+        return insertion
+
+
+def _fused(insertion: Insertion, router: Router | Break | None, error: float | None) -> Site:
     block, choice = insertion.block, insertion.choice
     detail = "; ".join(f"{name}: {why}" for name, why in choice.passed_over.items())
+    unrouted = isinstance(router, Break)
     return Site(
         "fused",
-        choice.reason,
+        choice.reason or ("router" if unrouted else None),
         detail,
         _where(block),
         block.spec,
@@ -129,6 +168,8 @@ def _fused(insertion: Insertion, error: float | None) -> Site:
         error,
         block.final.name,
         problem=insertion.problem,
+        router=router.spec if isinstance(router, Router) else None,
+        router_detail=router.detail if unrouted else "",
     )
 
 

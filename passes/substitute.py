@@ -35,6 +35,7 @@ class Insertion:
     choice: Choice
     problem: Problem
     handed: dict[fx.Node, fx.Node] = field(default_factory=dict)  # further results that others read -> their new node
+    quiet: frozenset[fx.Node] = frozenset()  # operands whose gradient can cancel, down to nothing but rounding
 
     @property
     def result(self) -> fx.Node:

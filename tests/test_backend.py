@@ -226,7 +226,7 @@ def test_explain():
     assert "MISSED" in str(report)
     assert report.to_dict()["fused"] == 1
     assert "grouped_mm" in report.graphs[0].before
-    assert "mok.experts" in report.graphs[0].after
+    assert "mok.moe" in report.graphs[0].after
     assert mok_compile.explain(nn.Linear(16, 4))(x).sites == []
 
 

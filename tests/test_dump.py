@@ -100,12 +100,12 @@ def test_code_is_python_and_annotated(three):
     for code in (before, after):
         ast.parse(code)
     assert before.count("= torch.ops.transformers.") == 6 and after.count("= torch.ops.transformers.") == 4
-    assert "torch.ops.mok.experts.default(" in after
+    assert "torch.ops.mok.moe.default(" in after
     assert '"f32[42, 48]"' in before  # shapes and dtypes
     assert "# layers.1 [Scaled]" in before  # module paths
     assert "blocks.py:" in before and "in gather: return x[perm // self.k]" in before  # source lines
     diff = (folder / "diff.txt").read_text()
-    assert diff.startswith("--- before.py\n+++ after.py\n") and "+    experts" in diff
+    assert diff.startswith("--- before.py\n+++ after.py\n") and "+    moe" in diff
 
 
 def test_report_has_its_schema(three):

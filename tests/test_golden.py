@@ -96,18 +96,11 @@ placeholder gate_
 placeholder up_
 placeholder down_
 flat = reshape(l_x_, -1, 16)
-t = t(gate_)
-matmul = matmul(flat, t)
-scores = softmax(matmul, -1)
-topk = topk(scores, 3, -1)
-weights = getitem(topk, 0)
-ids = getitem(topk, 1)
-sum_1 = sum(weights, -1, keepdim=True)
-weights_1 = truediv(weights, sum_1)
-reshape_2 = reshape(weights_1, -1)
-experts_default = experts.default(flat, ids, weights_1, [up_], [down_], [], [], {"activation": "silu(gate) *
-    up", "layout": "concat", "out_dtype": "float32"}, portable)
-getitem_9 = getitem(experts_default, 0)
+moe_default = moe.default(flat, flat, gate_, None, None, None, [up_], [down_], [], [], {"top_k": 3, "scores":
+    [{"op": "softmax", "args": []}], "weights": [{"op": "normalise", "args": []}], "groups": null,
+    "corrected": false, "masked": false, "ordered": true}, {"activation": "silu(gate) * up", "layout":
+    "concat", "out_dtype": "float32"}, portable)
+getitem_9 = getitem(moe_default, 0)
 return (getitem_9,)""",
     )
 
@@ -124,21 +117,14 @@ placeholder up_bias_
 placeholder down_
 placeholder down_bias_
 flat = reshape(l_x_, -1, 16)
-t = t(gate_)
-matmul = matmul(flat, t)
-scores = softmax(matmul, -1)
-topk = topk(scores, 3, -1)
-weights = getitem(topk, 0)
-ids = getitem(topk, 1)
-sum_1 = sum(weights, -1, keepdim=True)
-weights_1 = truediv(weights, sum_1)
-reshape_2 = reshape(weights_1, -1)
-transpose = transpose(down_, 1, 2)
-transpose_1 = transpose(up_, 1, 2)
-experts_default = experts.default(flat, ids, weights_1, [transpose_1], [transpose], [up_bias_], [down_bias_],
-    {"activation": "clamp(gate, -inf, 1.5) * sigmoid(clamp(gate, -inf, 1.5) * 1.702) * (clamp(up, -1.5, 1.5) +
-    1.0)", "layout": "interleaved", "out_dtype": "float32"}, portable)
-getitem_11 = getitem(experts_default, 0)
+transpose = transpose(down_, -2, -1)
+transpose_1 = transpose(up_, -2, -1)
+moe_default = moe.default(flat, flat, gate_, None, None, None, [transpose_1], [transpose], [up_bias_],
+    [down_bias_], {"top_k": 3, "scores": [{"op": "softmax", "args": []}], "weights": [{"op": "normalise",
+    "args": []}], "groups": null, "corrected": false, "masked": false, "ordered": true}, {"activation":
+    "clamp(gate, -inf, 1.5) * sigmoid(clamp(gate, -inf, 1.5) * 1.702) * (clamp(up, -1.5, 1.5) + 1.0)",
+    "layout": "interleaved", "out_dtype": "float32"}, portable)
+getitem_11 = getitem(moe_default, 0)
 return (getitem_11,)""",
     )
 
@@ -154,17 +140,10 @@ placeholder gate_proj_
 placeholder up_proj_
 placeholder down_
 flat = reshape(l_x_, -1, 16)
-t = t(gate_)
-matmul = matmul(flat, t)
-scores = softmax(matmul, -1)
-topk = topk(scores, 3, -1)
-weights = getitem(topk, 0)
-ids = getitem(topk, 1)
-sum_1 = sum(weights, -1, keepdim=True)
-weights_1 = truediv(weights, sum_1)
-reshape_2 = reshape(weights_1, -1)
-experts_default = experts.default(flat, ids, weights_1, [gate_proj_, up_proj_], [down_], [], [],
-    {"activation": "silu(gate) * up", "layout": "separate", "out_dtype": "float32"}, portable)
-getitem_7 = getitem(experts_default, 0)
+moe_default = moe.default(flat, flat, gate_, None, None, None, [gate_proj_, up_proj_], [down_], [], [],
+    {"top_k": 3, "scores": [{"op": "softmax", "args": []}], "weights": [{"op": "normalise", "args": []}],
+    "groups": null, "corrected": false, "masked": false, "ordered": true}, {"activation": "silu(gate) * up",
+    "layout": "separate", "out_dtype": "float32"}, portable)
+getitem_7 = getitem(moe_default, 0)
 return (getitem_7,)""",
     )

@@ -39,7 +39,7 @@ def test_kinds_of_experts(block, spec):
     fused = check_fused(block(), tokens())
     assert [str(s) for s in fused.specs] == [spec]
     assert not any("grouped_mm" in t for t in fused.targets())
-    assert fused.targets().count("mok.experts.default") == 1
+    assert fused.targets().count("mok.moe.default") == 1
 
 
 class Argsort(Moe):

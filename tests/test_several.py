@@ -39,7 +39,7 @@ class ResultTwice(Moe):
 
 def test_result_in_two_dtypes():
     fused = check_fused(ResultTwice(), tokens(), tolerance=1e-4)
-    assert fused.targets().count("mok.experts.default") == 1
+    assert fused.targets().count("mok.moe.default") == 1
 
 
 class SameInputTwice(Moe):
