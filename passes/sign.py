@@ -18,10 +18,10 @@ aten = torch.ops.aten
 _SUBTRACT = {aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
              aten.bitwise_not.default}  # fmt: skip
 _GROW = {aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar}
+_FILL = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.full.default,
+         aten.full_like.default, aten.new_full.default}  # fmt: skip
 # Ops with a number as operand: where it is negative, so may be the result.
-_WITH_NUMBER = {*_GROW, aten.floor_divide.default, aten.div.Tensor_mode, aten.fmod.Scalar, aten.where.self,
-                aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.full.default,
-                aten.full_like.default, aten.new_full.default, aten.arange.start}  # fmt: skip
+_WITH_NUMBER = {*_GROW, *_FILL, aten.floor_divide.default, aten.div.Tensor_mode, aten.fmod.Scalar, aten.arange.start}
 _ROUND = {aten._to_copy.default, aten.floor.default, aten.round.default, aten.trunc.default, aten.ceil.default}
 _REMAINDER = {aten.remainder.Scalar, aten.remainder.Tensor}
 _CLAMP = {aten.clamp.default, aten.clamp_min.default}
@@ -43,9 +43,9 @@ def may_be_negative(value: Value, num_experts: int) -> bool:
         seen.add(value)
         op, numbers = value.op, [a for a in (*value.args, *value.kwargs.values()) if isinstance(a, (int, float))]
         narrow = value.meta.dtype == torch.int8 and num_experts > torch.iinfo(torch.int8).max
-        if op == "written" or op in _SUBTRACT or narrow or (num_experts == 1 and op in _GROW):
+        if op == "written" or op in _SUBTRACT or narrow or (op in _WITH_NUMBER and any(n < 0 for n in numbers)):
             return True
-        if op in _WITH_NUMBER and any(number < 0 for number in numbers):
+        if num_experts == 1 and (op in _GROW or (op in _CLAMP | _FILL and any(n > 0 for n in numbers))):
             return True
         if op in _NEVER or value.meta.dtype == torch.bool or (op in _REMAINDER and numbers and numbers[0] > 0):
             continue

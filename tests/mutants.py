@@ -150,26 +150,27 @@ def _run(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Outcome:
 
 
 def differences(case: Case, found: Outcome, wanted: Outcome) -> list[str]:
+    largest = max((float(g.double().norm()) for g in wanted.gradients if g is not None), default=0.0)
+    said = _differences(case, "output", found.outputs, wanted.outputs)
+    said += _differences(case, "gradient", found.gradients, wanted.gradients, 1e-2 * largest)
+    return said + _differences(case, "input", found.inputs, wanted.inputs)
+
+
+def _differences(case: Case, name: str, found: list, wanted: list, floor: float = 0.0) -> list[str]:
+    """What differs by more than rounding, the norm of a tensor counting as `floor` at least: sums may cancel."""
     said = []
-    pairs = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(found.outputs, wanted.outputs, strict=True))]
-    pairs += [(f"gradient {i}", a, b) for i, (a, b) in enumerate(zip(found.gradients, wanted.gradients, strict=True))]
-    pairs += [(f"input {i}", a, b) for i, (a, b) in enumerate(zip(found.inputs, wanted.inputs, strict=True))]
-    for name, a, b in pairs:
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         if a is None or b is None:
             present = a if b is None else b
             if present is not None and present.any():
-                said.append(f"{name}: only one side has one")
+                said.append(f"{name} {i}: only one side has one")
         elif a.dtype != b.dtype or a.shape != b.shape:
-            said.append(f"{name}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}")
-        elif not (error := difference(a, b)) <= case.tolerance:
-            said.append(f"{name}: relative error {error:.1e}")
+            said.append(f"{name} {i}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}")
+        else:
+            size = b.double().norm().clamp(min=max(floor, 1e-6))
+            if not (error := float((a.double() - b.double()).norm() / size)) <= case.tolerance:
+                said.append(f"{name} {i}: relative error {error:.1e}")
     return said
-
-
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The norm of the difference relative to that of `wanted`."""
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-6))
 
 
 # The edits. Each takes the graph and a source of randomness, changes the graph and says what it did, or raises Void.

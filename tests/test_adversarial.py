@@ -203,9 +203,15 @@ class Lone(Shifted):
         return ids + 1
 
 
-def test_one_expert_takes_every_row():
+class LoneClamped(Shifted):
+    def shifted(self, ids):
+        return ids.clamp(min=1)
+
+
+@pytest.mark.parametrize("block", [Lone, LoneClamped])
+def test_one_expert_takes_every_row(block):
     ids, weights = routing(experts=1, k=1)
-    check_refused(Lone(experts=1, k=1), tokens(), ids, weights, reason="no-match", verify=False)
+    check_refused(block(experts=1, k=1), tokens(), ids, weights, reason="no-match", verify=False)
 
 
 class Masked(Multiplied):
