@@ -132,7 +132,7 @@ void dmatrix_tile(const Block& block, Scratch& scratch, const Tile& tile, Weight
   // Row r and column c of the tile, n columns.
   const auto store = [&](const float* product, int64_t r, int64_t c, int64_t n) {
     Element* to = out + r * grad.row + c * grad.column;
-    if (grad.column == 1) return narrow_row(product, to, n);
+    if (grad.column == 1) return block.past_cache ? Isa::write(product, to, n) : narrow_row(product, to, n);
     for (int64_t i = 0; i < n; i++) to[i * grad.column] = narrow<Element>(product[i]);
   };
   constexpr int64_t kBlock = kSteps * Pack::kPerLane;

@@ -90,6 +90,7 @@ struct Block {
   const Matrix* dgate;
   const Matrix* dup;
   const Matrix* ddown;
+  bool past_cache;  // whether these are too large to be still in the cache when they are read
   const Vector* dgate_bias;
   const Vector* dup_bias;
   const Vector* ddown_bias;

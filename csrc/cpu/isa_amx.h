@@ -18,7 +18,10 @@ struct Amx : Avx512Bf16 {
   static constexpr bool kStreams = pairs<Element>;
 
   static void enter() { tiles_configure(); }
-  static void leave() { tiles_release(); }
+  static void leave() {
+    tiles_release();
+    Avx512Bf16::leave();
+  }
 
   // Products of kM x kN tiles; `left` and `product` have whole tiles, so rows that do not exist cost time but no case.
   template <int kM, int kN>

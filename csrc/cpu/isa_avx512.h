@@ -69,6 +69,20 @@ struct Avx512Base : Avx2 {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(left), _mm512_castsi512_ps(right), sum);
   }
 
+  static void leave() { _mm_sfence(); }  // after `write`
+
+  // Whole cache lines past the cache: else the processor reads each from memory before it overwrites it.
+  template <class Element>
+  static void write(const float* src, Element* dst, int64_t n) {
+    constexpr int64_t kLine = 64 / sizeof(Element);
+    if (reinterpret_cast<uintptr_t>(dst) % 64 || n % kLine) return narrow_row(src, dst, n);
+    for (int64_t i = 0; i < n; i += kLine) {
+      alignas(64) char line[64];
+      narrow_row(src + i, reinterpret_cast<Element*>(line), kLine);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_load_si512(line));
+    }
+  }
+
   template <class Element, int kRowCount, int kVectors>
   static void rows(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t steps,
                    bool accumulate) {
@@ -271,7 +285,8 @@ struct Avx512Bf16 : Avx512Base<true> {
   // to[i] = first[i] | second[i] << 16 for i < n.
   static void interleave(Lane* to, const Bf16* first, const Bf16* second, int64_t n) {
     // Unpacking works within quarters of a register: afterwards eight bytes of the one and the other take turns.
-    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                  high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
     int64_t i = 0;
     for (; i + 32 <= n; i += 32) {
       const __m512i a = _mm512_loadu_si512(first + i), b = _mm512_loadu_si512(second + i);

@@ -8,6 +8,7 @@
 //   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
 //   kDirectRows<E> up to so many rows, a weight with unit stride along the steps is not packed: direct<E>
 //   kStreams<E>    such a weight is never packed, but the left operand of the transposed product: stream<E>
+//   write<E>       n floats as elements to memory that is not read again soon
 //   transpose<E>   packs n <= w rows of k elements into lanes [step][w]; unset columns and steps become zero
 #pragma once
 
@@ -72,6 +73,11 @@ struct Scalar {
         for (int64_t i = 0; i < 16; i++) out[i] = accumulate ? out[i] + sum[i] : sum[i];
       }
     }
+  }
+
+  template <class Element>
+  static void write(const float* src, Element* dst, int64_t n) {
+    narrow_row(src, dst, n);
   }
 
   template <class Element>

@@ -321,6 +321,9 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   block.dgate = pointer(dup_halves.gate);
   block.dup = pointer(dup_halves.up);
   block.ddown = pointer(ddown_views);
+  int64_t gradient_bytes = 0;
+  for (const Tensor& grad : grads) gradient_bytes += grad.numel() * grad.element_size();
+  block.past_cache = gradient_bytes > int64_t{16} << 20;
   block.dgate_bias = pointer(dup_bias_halves.gate);
   block.dup_bias = pointer(dup_bias_halves.up);
   block.ddown_bias = pointer(ddown_bias_views);
@@ -351,7 +354,8 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   if (need_products) {
     // `partial` has one part for each full tile of columns.
     const int64_t narrowest = need_weights && weight_on_input ? kColumns : 16;
-    // The wider a tile, the longer the runs of memory. A weight's gradients, if any, fill the time that few tiles leave.
+    // The wider a tile, the longer the runs of memory. A weight's gradients, if any, fill the time that few tiles
+    // leave.
     const int64_t per_thread = block.dup || block.ddown ? 1 : kTilesPerThread;
     const std::vector<Tile> tiles = token_tiles(operands, per_thread * team.threads(), block.H, kLead, narrowest);
     for (const Tile& tile : tiles) tasks.push_back({Task::kInput, tile, Weight::kUp});

@@ -177,9 +177,8 @@ void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_
 // from memory into tile registers as they are, each number once for 32 rows. While one panel of 32 columns is
 // multiplied, the next one is asked for.
 template <class Isa, class Element>
-void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
-                    int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
-                    bool accumulate) {
+void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k, int64_t matrices,
+                    const Strided<Element>* weights, const Strided<Element>* next, int64_t n, bool accumulate) {
   using Pack = Packing<Isa, Element>;
   constexpr int64_t kPanel = 32, kBlock = kRight / 16 * Pack::kPerLane;
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {

@@ -131,6 +131,14 @@ def test_more_rows_than_are_packed_at_a_time(dtype):
     check(Case(T=1100, H=400, I=24, E=2, K=1, dtype=dtype, routing="one_expert"), at=levels())
 
 
+@pytest.mark.parametrize("dtype", (BF16, F32), ids=str)
+@pytest.mark.parametrize("H,I", ((640, 480), (700, 450)))  # rows of whole cache lines and others
+def test_gradients_larger_than_the_cache(H, I, dtype):
+    case = Case(T=7, H=H, I=I, E=12, K=2, dtype=dtype)
+    assert 3 * case.E * H * I * dtype.itemsize > 2**24  # `past_cache` in csrc/cpu/ops.cpp
+    check(case, at=levels())
+
+
 def forward(case, inputs, save=False):
     return engines.get("cpu").forward(*inputs.operands(), case.spec, save=save)[0]
 
