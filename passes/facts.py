@@ -15,6 +15,7 @@ from mok_compile.activation import Expr
 from mok_compile.passes.view import Value
 
 SLOT, SORTED = "slot", "sorted"
+EVERY = "every"  # a row for each token and each expert, whether it goes there or not
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,10 @@ class BiasRows(Fact):
 
 @dataclass(frozen=True)
 class Rows(Fact):
-    """At each row: the token's row of x, times `weight` if there is one. `dtypes`: all it was ever cast to."""
+    """At each row: the token's row of x, times `weight` if there is one. `dtypes`: all it was ever cast to.
+
+    `fenced`, here and below: of the rows of every expert, zero where the token does not go.
+    """
 
     x: Value
     k: int
@@ -144,6 +148,7 @@ class Rows(Fact):
     weight: Value | FromTable | None = None
     dtypes: frozenset[torch.dtype] = frozenset()
     masked: frozenset[int] = frozenset()
+    fenced: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,7 @@ class Pointwise(Fact):
     weight: Value | FromTable | None = None
     dtypes: frozenset[torch.dtype] = field(default=frozenset())
     stray: bool = False
+    fenced: bool = False
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -258,6 +264,16 @@ class Slim(Fact):
 
     rows: Rows | Pointwise
     axis: int
+
+
+@dataclass(frozen=True)
+class Laid(Fact):
+    """Rows with more dimensions: for each of them what it runs over, as roles (TOKEN, CHOICE, EXPERT, FEATURE).
+    `experts` is the size of EXPERT where that is one of them."""
+
+    rows: Rows | Pointwise
+    roles: tuple[tuple[str, ...], ...]
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -374,7 +390,7 @@ class Filled(Fact):
 # Facts about floating-point numbers, which carry gradients.
 Differentiable = (
     (Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights)
-    | (Share | Fenced | Output | Outputs | Onto | Partial | Filled)
+    | (Laid | Share | Fenced | Output | Outputs | Onto | Partial | Filled)
 )  # fmt: skip
 
 

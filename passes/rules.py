@@ -31,6 +31,7 @@ from mok_compile.passes.facts import (
     Grid,
     Inverse,
     Iota,
+    Laid,
     Lifted,
     Matrix,
     NoRoute,
@@ -85,8 +86,8 @@ class Facts:
             fact = apply(self, value, *value.args, **value.kwargs) if apply else None
             if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
                 raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
-            if isinstance(fact, Differentiable) and value.detached:
-                raise Break("no-match", f"{_name(value)} runs with gradients switched off inside the block")
+            if isinstance(fact, Differentiable) and any(self._otherwise(v, value) for v in value.inputs):
+                raise Break("no-match", f"gradients are switched off in a part of the block, around {_name(value)}")
             if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2 and isinstance(fact.order, str):
                 raise Break("no-match", f"{_name(value)} gives the rows more dimensions")
         except Break as stop:
@@ -126,9 +127,13 @@ class Facts:
                     rows.difference_update(value.inputs)
             self._of |= {value: Combined(self._of[value], None) for value in rows}
 
+    def _otherwise(self, value: Value, user: Value) -> bool:
+        """Whether of two values of a block one is computed while gradients are switched off."""
+        return isinstance(self._of.get(value), Differentiable) and value.detached != user.detached
+
     def _inside(self, value: Value) -> bool:
         """Whether `value` is known as rows between the up projection and the combine."""
-        return isinstance(self._of.get(value), (Pointwise, Slim, Grid))
+        return isinstance(self._of.get(value), (Pointwise, Slim, Grid, Laid))
 
 
 def _is_result(fact: Fact) -> bool:
@@ -207,6 +212,15 @@ def _root(value: Value) -> Value:
             value = value.args[0]
         else:
             return value
+
+
+def _whole(value: Value) -> Value:
+    """`value` without slices that take everything: where sizes are symbols, ``x[:, None]`` has one."""
+    while value.op is aten.slice.Tensor and not value.detached and (*value.args, 1)[4:5] in ((), (1,)):
+        if not all(map(same, value.meta.shape, value.args[0].meta.shape)):
+            break
+        value = value.args[0]
+    return value
 
 
 def _integer(value: Value) -> bool:
@@ -338,6 +352,7 @@ def _gather(facts, value, a, dim, index, **kwargs):
 
 def _take(facts: Facts, value: Value, a: Value, index: Value) -> Fact | None:
     """Rows of `a` picked by `index` along dimension 0."""
+    a = _whole(a)
     fact, by = facts.of(a), facts.of(index)
     if isinstance(by, Token):
         plain = fact is None or isinstance(fact, Combined)
@@ -482,7 +497,7 @@ def _unsqueeze(facts, value, a, dim):
     if isinstance(fact, (Rows, Pointwise)) and axis in (1, 2):
         return Slim(fact, axis)
     if fact is None and axis == 1 and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
-        return Lifted(a)
+        return Lifted(_whole(a))
     return _repeat(facts, value, a)
 
 
@@ -905,7 +920,8 @@ def _clamp(facts, value, a, *args, min=None, max=None):
     return _function(facts, value, a, lambda x: act.clamp(x, _number(low), _number(high)))
 
 
-import mok_compile.passes.single  # noqa: E402, F401  its rules are asked before those above
+import mok_compile.passes.single  # noqa: E402, I001  the rules of these are asked before those above
+import mok_compile.passes.batched  # noqa: E402, F401
 
 
 def register_foreign() -> None:

@@ -926,7 +926,8 @@ def _shape_outputs(facts, value, a, *args):
     if isinstance(fact, Outputs):
         alike = len(a.meta.shape) == len(value.meta.shape) and all(map(same, a.meta.shape, value.meta.shape))
         return fact if alike else None
-    return fact if isinstance(fact, Partial) and kept and len(value.meta.shape) <= len(a.meta.shape) else None
+    kept = kept and len(value.meta.shape) <= len(a.meta.shape)
+    return fact if isinstance(fact, (Partial, Combined)) and kept else None
 
 
 # The block as a whole

@@ -24,6 +24,7 @@ from mok_compile.passes.facts import (
     FromTable,
     Grid,
     Hits,
+    Laid,
     Pointwise,
     Projection,
     Rows,
@@ -99,7 +100,7 @@ def _may_anchor(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and any(part in name for part in _MATMULS)
 
 
-_MATMULS = ("grouped_mm", "bmm", "matmul", "linear", "mm")
+_MATMULS = ("grouped_mm", "bmm", "matmul", "linear", "mm", "einsum")
 
 
 def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
@@ -111,12 +112,13 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
 
 
 def _by_expert(value: Value, facts: Facts) -> bool:
-    if value.op is aten.bmm.default:
-        return any(isinstance(facts.of(arg), ExpertWeights) for arg in value.inputs)
-    if value.op not in (aten.mm.default, aten.addmm.default):
+    if value.op is aten.bmm.default and any(isinstance(facts.of(arg), ExpertWeights) for arg in value.inputs):
+        return True
+    if value.op not in (aten.bmm.default, aten.mm.default, aten.addmm.default):
         return False
     fact = facts.about(value)
-    return isinstance(fact, Pointwise) and isinstance(fact.order, Hits)
+    fact = fact.rows if isinstance(fact, Laid) else fact
+    return isinstance(fact, Pointwise) and (isinstance(fact.order, Hits) or value.op is not aten.addmm.default)
 
 
 def analyse(graph: fx.Graph) -> Analysis:
@@ -353,7 +355,7 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
     for node in region:
         if finals & set(view.storages(node)):
             continue
-        routed = any(isinstance(facts.about(v), (Rows, Pointwise, Slim, Grid)) for v in view.made[node])
+        routed = any(isinstance(facts.about(v), (Rows, Pointwise, Slim, Grid, Laid)) for v in view.made[node])
         for user in node.users if routed else ():
             if user in region:
                 continue

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import EXPERTS, HIDDEN, Gathered, K, routing, tokens
+from blocks import EXPERTS, HIDDEN, Gathered, K, Moe, routing, tokens
 from harness import Fused, check_fused, compare
 from torch.nn import functional as F
 
@@ -151,3 +151,69 @@ def test_plain_batched_matmuls_are_no_blocks():
     q, k = torch.randn(2, K, 5, HIDDEN)
     fused(q, k)
     assert fused.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("block", [Moe, Gathered, RowVectors])
+def test_a_block_without_gradients_in_a_graph_with_some(block):
+    """A teacher beside its student: the op stands where gradients are off, as the block does."""
+
+    class Distilled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = block(seed=1, dtype=torch.float64), block(dtype=torch.float64)
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            return (self.student(x) - wanted).square()
+
+    check_fused(Distilled(), tokens(dtype=torch.float64), fused=2, tolerance=1e-9)
+
+
+class TopOne(Moe):
+    """With one slot a token there is nothing to divide and nothing to add up."""
+
+    def __init__(self, **kwargs):
+        super().__init__(k=1, **kwargs)
+
+    def route(self, x):
+        return tuple(torch.softmax(x @ self.gate.t(), -1).topk(1, -1))[::-1]
+
+    def gather(self, x, perm):
+        return x[perm]
+
+    def combine(self, x, rows, weights, perm):
+        return self.place(x, rows * weights.reshape(-1)[perm].unsqueeze(-1), perm)
+
+    def place(self, x, rows, perm):
+        return self.restore(rows, perm)
+
+
+class TopOneAdded(TopOne):
+    def place(self, x, rows, perm):
+        return torch.zeros_like(x).index_add_(0, perm, rows)
+
+
+class TopOneWritten(TopOne):
+    def place(self, x, rows, perm):
+        out = torch.empty_like(x)
+        out[perm] = rows
+        return out
+
+
+@pytest.mark.parametrize("block", [TopOne, TopOneAdded, TopOneWritten])
+def test_one_expert_a_token(block):
+    for dynamic in (False, True):
+        check_fused(block(), tokens(), dynamic=dynamic)
+
+
+class OtherPlace(TopOne):
+    def place(self, x, rows, perm):
+        return rows[perm]
+
+
+def test_one_expert_a_token_put_elsewhere():
+    model = OtherPlace()
+    fused = Fused(model)
+    compare(model, fused, tokens())
+    assert fused.counts() == (0, 1) and "verify" not in fused.reasons, fused.report

@@ -1,0 +1,563 @@
+"""Rules for experts that are computed in products with more than two dimensions, as einsum and bmm do.
+
+Either each slot has a gathered copy of its expert's matrix (``w[ids]``), or every expert computes every token and the
+routing weights are zero where a token does not go. What matters is which dimension runs over what, however these are
+split, merged and swapped on the way: dimensions are groups of *axes*, and products contract axes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mok_compile import activation as act
+from mok_compile.passes.facts import (
+    CHOICE,
+    EVERY,
+    EXPERT,
+    FEATURE,
+    SLOT,
+    TOKEN,
+    Column,
+    Combined,
+    Fact,
+    Hits,
+    Laid,
+    Pointwise,
+    Projection,
+    Rows,
+    RowWeight,
+    Share,
+)
+from mok_compile.passes.rules import (
+    RULES,
+    Break,
+    Facts,
+    _combined,
+    _dim,
+    _half,
+    _integer,
+    _projected,
+    _root,
+    _weight,
+    _weighted,
+    rule,
+    same,
+)
+from mok_compile.passes.view import Value
+
+aten = torch.ops.aten
+AGAIN = "again"  # what a dimension runs over that only repeats
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the tensor at the bottom, or a repetition of all of it (`number` < 0)."""
+
+    number: int
+    size: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor as its `base` in another shape: for each dimension the axes of the base that it runs over."""
+
+    base: Value
+    dims: tuple[tuple[Axis, ...], ...]
+    dtypes: frozenset[torch.dtype] = frozenset()
+
+
+def unfold(value: Value) -> Shape:
+    """`value` without the changes of shape that led to it."""
+    changed = None if value.detached else _unfold(value)
+    if changed is not None:
+        return changed
+    return Shape(value, tuple((Axis(i, n),) for i, n in enumerate(value.meta.shape)), frozenset([value.meta.dtype]))
+
+
+def _unfold(value: Value) -> Shape | None:
+    if value.op not in _CHANGES:
+        return None
+    inner, args = unfold(value.args[0]), value.args[1:]
+    dims = _CHANGES[value.op](value, inner.dims, *args, **value.kwargs)
+    return None if dims is None else Shape(inner.base, tuple(dims), inner.dtypes | {value.meta.dtype})
+
+
+def _regrouped(value: Value, dims, *args, **kwargs):
+    return regroup([axis for dim in dims for axis in dim], value.meta.shape)
+
+
+def regroup(axes: list[Axis], shape: tuple) -> list[tuple[Axis, ...]] | None:
+    """`axes` in row-major order, as the dimensions of `shape`; None where a dimension would be cut."""
+    axes, dims = list(axes), []
+    for size in shape:
+        group: list[Axis] = []
+        while not same(math.prod(a.size for a in group), size) or (not group and axes and same(axes[0].size, 1)):
+            if not axes:
+                return None
+            group.append(axes.pop(0))
+        dims.append(tuple(group))
+    if axes and dims and all(same(a.size, 1) for a in axes):
+        dims[-1] += tuple(axes)
+        axes = []
+    return None if axes else dims
+
+
+def _permuted(value: Value, dims, order):
+    return [dims[d % len(dims)] for d in order]
+
+
+def _swapped(value: Value, dims, first=0, second=1):
+    dims = list(dims)
+    first, second = first % len(dims), second % len(dims)
+    dims[first], dims[second] = dims[second], dims[first]
+    return dims
+
+
+def _repeated(value: Value, dims, sizes, **kwargs):
+    """expand and repeat: dimensions of one entry become many; leading ones may come on top."""
+    new = len(value.meta.shape) - len(dims)
+    dims = [()] * new + list(dims)
+    old = (1,) * new + tuple(value.args[0].meta.shape)
+    again = 0
+    for d, (before, after) in enumerate(zip(old, value.meta.shape, strict=True)):
+        if same(before, after):
+            continue
+        size = after if same(before, 1) else sizes[d]
+        if again or (not same(before, 1) and value.op is not aten.repeat.default):
+            return None
+        again -= 1
+        dims[d] = (Axis(again, size), *(() if same(before, 1) else dims[d]))
+    return dims
+
+
+def _sliced(value: Value, dims, *args):
+    return list(dims) if all(map(same, value.meta.shape, value.args[0].meta.shape)) else None
+
+
+def _cast(value: Value, dims, **kwargs):
+    return list(dims) if value.meta.dtype.is_floating_point else None
+
+
+_CHANGES = {
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _regrouped),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), _regrouped),
+    aten.permute.default: _permuted,
+    **dict.fromkeys((aten.transpose.int, aten.t.default), _swapped),
+    **dict.fromkeys((aten.expand.default, aten.repeat.default), _repeated),
+    **dict.fromkeys((aten.clone.default, aten.alias.default), lambda value, dims, *args, **kwargs: list(dims)),
+    aten.slice.Tensor: _sliced,
+    aten._to_copy.default: _cast,
+}
+
+
+# What the operands of a product are
+
+Roles = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a product: what it is, what each of its dimensions runs over, and the number of experts."""
+
+    what: Any
+    roles: Roles
+    experts: Any = None
+
+
+def _tokens(value: Value, facts: Facts) -> Operand | None:
+    """Tokens x [.., H], as they are or again for each expert or slot."""
+    shape = unfold(value)
+    base = shape.base
+    if facts.of(base) is not None or not base.meta.dtype.is_floating_point or len(base.meta.shape) < 2:
+        return None
+    last = len(base.meta.shape) - 1
+    names = dict.fromkeys(range(last), TOKEN) | {last: FEATURE, -1: AGAIN}
+    roles = _named(shape, names)
+    return None if roles is None else Operand((base, shape.dtypes), roles)
+
+
+def _named(shape: Shape, names: dict[int, str]) -> Roles | None:
+    """The roles of a shape's dimensions; tokens of several dimensions count as one, in their order."""
+    numbers = [axis.number for dim in shape.dims for axis in dim]
+    if len(set(numbers)) != len(numbers) or not set(numbers) <= set(names):
+        return None
+    tokens = [n for n in numbers if names[n] == TOKEN]
+    if tokens != sorted(tokens) or (len(tokens) > 1 and sum(1 for d in shape.dims if set(d) & _axes(tokens)) > 1):
+        return None
+    roles = []
+    for dim in shape.dims:
+        own = [names[axis.number] for axis in dim]
+        roles.append(tuple(r for i, r in enumerate(own) if r != TOKEN or TOKEN not in own[:i]))
+    return tuple(roles)
+
+
+def _axes(numbers: list[int]) -> set[Axis]:
+    return {Axis(n, None) for n in numbers}
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The weight of all experts, [E, a, b], or gathered for each slot by `ids`."""
+
+    stored: Value
+    ids: Value | None
+
+
+def _matrices(value: Value, facts: Facts) -> Operand | None:
+    shape = unfold(value)
+    base = shape.base
+    if facts.of(base) is not None:
+        return None
+    picked = base.op is aten.index.Tensor and len(base.args[1]) == 1 and isinstance(base.args[1][0], Value)
+    if picked and not base.detached:
+        stored, ids = base.args[0], base.args[1][0]
+        if facts.of(ids) is not None or not _integer(ids) or len(stored.meta.shape) != 3:
+            return None
+        lead = len(ids.meta.shape)
+        if lead < 2 or facts.of(stored) is not None:
+            return None
+        names = dict.fromkeys(range(lead - 1), TOKEN) | {lead - 1: CHOICE, lead: "a", lead + 1: "b"}
+        what = Matrices(stored, ids)
+    elif len(base.meta.shape) == 3 and base.meta.dtype.is_floating_point:
+        names, what = {0: EXPERT, 1: "a", 2: "b"}, Matrices(base, None)
+    else:
+        return None
+    roles = _named(shape, names)
+    experts = None if picked else base.meta.shape[0]
+    return None if roles is None or len(shape.dtypes) > 1 else Operand(what, roles, experts)
+
+
+def _rows(value: Value, facts: Facts) -> Operand | None:
+    fact = facts.of(value)
+    return Operand(fact.rows, fact.roles, fact.experts) if isinstance(fact, Laid) else None
+
+
+def _weights(value: Value, facts: Facts) -> Operand | None:
+    """Routing weights [T, K], or those of all experts [T, E]."""
+    shape = unfold(value)
+    base, fact, experts = shape.base, facts.of(shape.base), None
+    if isinstance(fact, (Share, Hits)):
+        hits = fact.hits if isinstance(fact, Share) else fact
+        if not hits.reduced or hits.negated or hits.expert is not None or set(hits.axes) - {TOKEN, EXPERT}:
+            return None
+        if isinstance(fact, Hits) and not _distinct(hits.ids):
+            return None
+        roles = _named(shape, dict(enumerate(hits.axes)))
+        experts = base.meta.shape[hits.axes.index(EXPERT)] if EXPERT in hits.axes else None
+    elif fact is None and base.meta.dtype.is_floating_point and len(base.meta.shape) >= 2:
+        last = len(base.meta.shape) - 1
+        roles = _named(shape, dict.fromkeys(range(last), TOKEN) | {last: CHOICE})
+    else:
+        return None
+    if any(d.itemsize < base.meta.dtype.itemsize for d in shape.dtypes):
+        return None
+    return None if roles is None else Operand(fact if fact is not None else base, roles, experts)
+
+
+def _distinct(ids: Value) -> bool:
+    from mok_compile.passes.single import distinct
+
+    return distinct(ids)
+
+
+# Products
+
+
+@rule(aten.bmm.default)
+def _bmm(facts, value, a, b):
+    for left, right, swapped in ((a, b, False), (b, a, True)):
+        fact = _product(facts, value, left, right, swapped)
+        if fact is not None:
+            return fact
+    return None
+
+
+@rule(aten.mm.default)
+def _mm(facts, value, a, b):
+    if len(unfold(b).base.meta.shape) != 3 or isinstance(facts.of(a), (Rows, Pointwise)):
+        return None
+    fact = _product(facts, value, a, b, False)
+    return replace(fact, roles=fact.roles[1:]) if isinstance(fact, Laid) and len(fact.roles) == 3 else fact
+
+
+def _product(facts: Facts, value: Value, left: Value, right: Value, swapped: bool) -> Fact | None:
+    """The product of `left` (rows or routing weights) with `right`; `swapped` where `right` stands on the left."""
+    matrices = _matrices(right, facts)
+    if matrices is not None:
+        rows = _rows(left, facts) or _tokens(left, facts)
+        found = None if rows is None else _projection(facts, value, rows, matrices, swapped)
+        if found is not None:
+            return found
+    rows = _rows(right, facts)
+    weights = _weights(left, facts) if rows is not None else None
+    if weights is not None:
+        batch, free, over = _sides(weights.roles, swapped)
+        rows_batch, rows_over, rest = _sides(rows.roles, swapped)
+        if free == () and batch == rows_batch == (TOKEN,) and over == rows_over and rest == (FEATURE,):
+            return _mixed(facts, _by(rows.what, weights.what), over)
+    # Tokens times routing weights, without a sum: an outer product over one entry.
+    weights, tokens = _weights(left, facts), _tokens(right, facts)
+    if weights is not None and tokens is not None and isinstance(weights.what, (Share, Hits)):
+        batch, free, over = _sides(weights.roles, swapped)
+        tokens_batch, tokens_over, rest = _sides(tokens.roles, swapped)
+        if batch == tokens_batch == (TOKEN,) and over == tokens_over == () and free == (EXPERT,) and rest == (FEATURE,):
+            roles = (batch, rest, free) if swapped else (batch, free, rest)
+            return Laid(_by(_start(tokens, EVERY, 1), weights.what), roles, weights.experts)
+    return None
+
+
+def _sides(roles: Roles, transposed: bool) -> Roles:
+    """(batch, free, contracted) of a left operand, (batch, contracted, free) of a right one; `transposed` where it
+    stands on the other side."""
+    batch, first, second = roles if len(roles) == 3 else ((), *roles)
+    return (batch, second, first) if transposed else (batch, first, second)
+
+
+def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swapped: bool) -> Fact | None:
+    batch, free, over = _sides(rows.roles, swapped)
+    # On the right the contracted side comes first; where operands are swapped it comes last.
+    weight_batch, weight_over, rest = _sides(weight.roles, swapped)
+    if over != (FEATURE,) or weight_over not in (("a",), ("b",)):
+        return None
+    out = "b" if weight_over == ("a",) else "a"
+    start = not isinstance(rows.what, (Rows, Pointwise))
+    gathered = weight.what.ids is not None
+    per_row = (TOKEN, CHOICE) if gathered else (EXPERT,)
+    if gathered and start and batch == weight_batch == (TOKEN,) and free == () and rest == (CHOICE, out):
+        roles = (batch, free, (CHOICE, FEATURE))
+    elif gathered and free == () and rest == (out,) and weight_batch == per_row:
+        if batch not in ((per_row,) if not start else ((TOKEN, AGAIN),)):
+            return None
+        roles = (per_row, free, (FEATURE,))
+    elif not gathered and start and batch == weight_batch == () and free == (TOKEN,) and rest == (EXPERT, out):
+        roles = (batch, free, (EXPERT, FEATURE))
+    elif not gathered and free == (TOKEN,) and rest == (out,) and weight_batch == per_row:
+        if batch not in ((per_row,) if not start else ((AGAIN,),)):
+            return None
+        roles = (per_row, free, (FEATURE,))
+    else:
+        return None
+    if swapped:
+        roles = (roles[0], roles[2], roles[1])
+    k = weight.what.ids.meta.shape[-1] if gathered else 1
+    ids = _root(weight.what.ids) if gathered else None
+    source = _start(rows, SLOT if gathered else EVERY, k) if start else rows.what
+    if gathered and source.ids not in (None, ids):
+        raise Break("no-match", "rows and gathered weights stem from different routings")
+    stored = _weight(weight.what.stored)
+    stored = replace(stored, transposed=stored.transposed != (weight_over == ("a",)))
+    return Laid(_projected(value, source, stored, ids or source.ids), roles, weight.experts)
+
+
+def _start(tokens: Operand, order: str, k) -> Rows:
+    x, dtypes = tokens.what
+    return Rows(x, k, None, order, dtypes=dtypes)
+
+
+# Shapes and functions of the rows
+
+
+def _reshaped(facts, value, a, *args, **kwargs):
+    fact = facts.of(a)
+    if not isinstance(fact, Laid):
+        return None
+    names = dict(enumerate(role for dim in fact.roles for role in dim))
+    sizes = _sizes(fact, a)
+    if sizes is None:
+        return None
+    axes = iter(Axis(n, sizes[n]) for n in names)
+    dims = [tuple(next(axes) for _ in dim) for dim in fact.roles]
+    dims = _CHANGES[value.op](value, dims, *args, **kwargs)
+    return None if dims is None else replace(fact, roles=tuple(tuple(names[x.number] for x in dim) for dim in dims))
+
+
+for _op in _CHANGES:
+    if _op not in (aten._to_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor):
+        rule(_op)(_reshaped)
+
+
+def _sizes(fact: Laid, a: Value) -> list | None:
+    """The size of each role of `fact`, in their order; None where two of one dimension are not known apart."""
+    known = {CHOICE: fact.rows.k, EXPERT: fact.experts}
+    sizes = []
+    for dim, n in zip(fact.roles, a.meta.shape, strict=True):
+        if len([role for role in dim if role not in known]) > 1:
+            return None
+        rest = math.prod(known[role] for role in dim if role in known)
+        sizes += [known[role] if role in known else n // rest for role in dim]
+    return sizes
+
+
+class _Inside:
+    """Facts for the rules of plain rows, whatever the number of dimensions."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def of(self, value: Any) -> Fact | None:
+        fact = self.facts.of(value)
+        return fact.rows if isinstance(fact, Laid) else fact
+
+
+def _elementwise(op, plain) -> None:
+    @rule(op)
+    def apply(facts, value, *args, **kwargs):
+        laid = [facts.of(a) for a in args if isinstance(facts.of(a), Laid)]
+        if not laid:
+            return None
+        if len({fact.roles for fact in laid}) > 1:
+            raise Break("no-match", f"{op} joins rows of different shapes")
+        fact = plain(_Inside(facts), value, *args, **kwargs)
+        return replace(laid[0], rows=fact) if isinstance(fact, (Rows, Pointwise)) else None
+
+
+for _op in (
+    *(aten.sigmoid.default, aten.silu.default, aten.relu.default, aten.tanh.default, aten.exp.default),
+    *(aten.erf.default, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default, aten.square.default),
+    *(aten.gelu.default, aten.softplus.default, aten.neg.default, aten.pow.Tensor_Scalar, aten.mul.Tensor),
+    *(aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar),
+    *(aten.div.Tensor, aten.div.Scalar, aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default),
+    *(aten.hardtanh.default, aten._to_copy.default),
+):
+    _elementwise(_op, RULES[_op])
+
+
+@rule(aten.split.Tensor)
+def _split(facts, value, a, size, dim=0):
+    fact = facts.of(a)
+    if not isinstance(fact, Laid) or not isinstance(fact.rows, Pointwise):
+        return None
+    dim = _dim(a, dim)
+    halves = fact.roles[dim] == (FEATURE,) and isinstance(size, int) and same(a.meta.shape[dim], 2 * size)
+    return replace(fact, rows=_half(fact.rows, ("first", "second")[value.index])) if halves else None
+
+
+@rule(aten.slice.Tensor)
+def _slice(facts, value, a, dim=0, start=None, end=None, step=1):
+    fact = facts.of(a)
+    if not isinstance(fact, Laid) or not isinstance(fact.rows, Pointwise):
+        return None
+    dim, start = _dim(a, dim), start or 0
+    length, size = a.meta.shape[dim], value.meta.shape[dim]
+    if step == 1 and same(size, length):
+        return fact
+    if fact.roles[dim] != (FEATURE,) or not same(2 * size, length):
+        return None
+    if step == 2 and start in (0, 1):
+        return replace(fact, rows=_half(fact.rows, ("even", "odd")[start]))
+    half = "first" if same(start, 0) else "second" if same(start, size) else None
+    return replace(fact, rows=_half(fact.rows, half)) if step == 1 and half else None
+
+
+# Routing weights and the sum
+
+
+@rule(aten.mul.Tensor)
+def _mul(facts, value, a, b):
+    for left, right in ((a, b), (b, a)):
+        if not isinstance(left, Value) or not isinstance(right, Value):
+            return None
+        weights = _weights(right, facts)
+        if weights is None:
+            continue
+        rows = _rows(left, facts)
+        if rows is None and isinstance(weights.what, (Share, Hits)) and facts.of(left) is None:
+            rows = _for_each_expert(_tokens(left, facts), weights)
+        if rows is None or len(weights.roles) != len(rows.roles):
+            continue
+        wanted = tuple(tuple(r for r in dim if r != FEATURE) for dim in rows.roles)
+        whole = all(not dim or FEATURE not in own for dim, own in zip(weights.roles, rows.roles, strict=True))
+        if weights.roles == wanted and whole and (rows.what.order == EVERY) == isinstance(weights.what, (Share, Hits)):
+            return Laid(_by(rows.what, weights.what), rows.roles, weights.experts or rows.experts)
+    return None
+
+
+def _for_each_expert(tokens: Operand | None, weights: Operand) -> Operand | None:
+    """Tokens, repeated or broadcast over the experts of `weights`."""
+    if tokens is None or len(tokens.roles) != len(weights.roles):
+        return None
+    roles = tuple(
+        (EXPERT,) if dim == () and by == (EXPERT,) else tuple(EXPERT if role == AGAIN else role for role in dim)
+        for dim, by in zip(tokens.roles, weights.roles, strict=True)
+    )
+    each = EXPERT in (role for dim in roles for role in dim)
+    return Operand(_start(tokens, EVERY, 1), roles) if each else None
+
+
+def _by(rows: Rows | Pointwise, weights: Value | Share | Hits) -> Rows | Pointwise:
+    """`rows` times their routing weights."""
+    if isinstance(weights, Value):
+        return _weighted(rows, RowWeight(weights, None, rows.order))
+    hits = weights.hits if isinstance(weights, Share) else weights
+    if rows.ids not in (None, hits.ids):
+        raise Break("no-match", "rows are multiplied by the routing weights of another routing")
+    rows = replace(rows, ids=hits.ids, k=hits.k)
+    if isinstance(weights, Hits):  # zeros where a token does not go, which its routing weight says once more
+        return replace(rows, fenced=True)
+    return _weighted(rows, RowWeight(weights.weights, hits.ids, rows.order))
+
+
+@rule(aten.sum.dim_IntList)
+def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
+    fact = facts.of(a)
+    if not isinstance(fact, Laid):
+        return None
+    over = [] if dim is None else [fact.roles[_dim(a, d)] for d in dim]
+    if keepdim or len(over) != 1 or over[0] not in ((CHOICE,), (EXPERT,)):
+        raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
+    return _mixed(facts, fact.rows, over[0])
+
+
+def _mixed(facts: Facts, rows: Rows | Pointwise, over: tuple[str, ...]) -> Combined:
+    """The sum of the rows of each token."""
+    if rows.order == SLOT:
+        if over != (CHOICE,):
+            raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
+        return _combined(facts, rows, None)
+    _combined(facts, rows, None)
+    return Combined(_routed(rows), None)
+
+
+def _routed(rows: Pointwise) -> Pointwise:
+    """Rows of every token and expert as those of the slots: the others add nothing."""
+    down = rows.bare
+    source = down.source
+    if not isinstance(source, Pointwise):
+        raise Break("no-match", "the combined rows come from a single projection")
+    ups = list(dict.fromkeys(c.projection for c in source.columns))
+    starts = {up.source for up in ups}
+    if len(starts) != 1 or not isinstance(ups[0].source, Rows):
+        raise Break("no-match", "gate and up project different rows")
+    start = starts.pop()
+    ids = {i for i in (rows.ids, source.ids, start.ids) if i is not None}
+    if len(ids) != 1:
+        raise Break("no-match", "every expert computes every token, and no routing says which of them count")
+    ids, k = ids.pop(), max(rows.k, source.k, start.k)
+    if rows.weight is None and source.weight is None and not rows.fenced and not _vanishes(rows, source, start):
+        raise Break("no-match", "what an expert makes of a token that does not go to it is not zero")
+    leaves = {}
+    for column in source.columns:
+        up = replace(column.projection, source=replace(start, ids=None, order=SLOT, k=k, fenced=False), ids=ids)
+        leaves[_leaf(column)] = _leaf(Column(up, column.part))
+    inner = replace(source, expr=act.substitute(source.expr, leaves), ids=ids, k=k, order=SLOT, fenced=False)
+    down = _leaf(Column(Projection(inner, down.weight, ids, down.bias), "all"))
+    return replace(rows, expr=down, ids=ids, k=k, order=SLOT, fenced=False)
+
+
+def _vanishes(rows: Pointwise, source: Pointwise, start: Rows) -> bool:
+    """Whether rows of zeros become zeros again: no biases, and an activation that is zero at zero."""
+    zero = start.weight is not None or start.fenced
+    biased = rows.bare.bias is not None or any(c.projection.bias is not None for c in source.columns)
+    leaves = {_leaf(c): act.GATE if i == 0 else act.UP for i, c in enumerate(source.columns)}
+    if not zero or biased or len(source.columns) > 2:
+        return False
+    at = torch.zeros((), dtype=torch.float64)
+    return not bool(act.evaluate(act.substitute(source.expr, leaves), at, at))
+
+
+def _leaf(column: Column) -> act.Expr:
+    return act.Expr("column", (column,))

@@ -1,0 +1,239 @@
+"""Experts in einsum and bmm: gathered matrices for each slot, or every expert on every token."""
+
+import pytest
+import torch
+from harness import Fused, check_fused, compare
+from torch import nn
+from torch.nn import functional as F
+
+HIDDEN, INNER, EXPERTS, K, TOKENS = 16, 12, 5, 2, 9
+
+
+class Block(nn.Module):
+    k = K
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS)
+        for name, shape in self.shapes().items():
+            setattr(self, name, nn.Parameter(torch.randn(EXPERTS, *shape) * 0.5))
+        self.double()
+
+    def shapes(self):
+        return {"w1": (INNER, HIDDEN), "w3": (INNER, HIDDEN), "w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER)}
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.gate(x).softmax(-1), self.k, -1)
+        return self.mix(x, ids, weights / weights.sum(-1, keepdim=True))
+
+    def table(self, ids, weights):
+        return weights.new_zeros(ids.shape[0], EXPERTS).scatter(1, ids, weights)
+
+    def one_hot(self, ids):
+        return F.one_hot(ids, EXPERTS).to(self.w1.dtype)
+
+
+class GatheredEinsum(Block):
+    """gpt-fast."""
+
+    def mix(self, x, ids, weights):
+        w1, w3, w2 = self.w1[ids], self.w3[ids], self.w2[ids]
+        gate, up = F.silu(torch.einsum("ti,taoi->tao", x, w1)), torch.einsum("ti,taoi->tao", x, w3)
+        return torch.einsum("tai,ta->ti", self.down(gate * up, w2), weights)
+
+    def down(self, rows, w2):
+        return torch.einsum("tao,taio->tai", rows, w2)
+
+
+class GatheredFused(Block):
+    def mix(self, x, ids, weights):
+        gate, up = torch.einsum("th,tkih->tki", x, self.w13[ids]).chunk(2, -1)
+        rows = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w2[ids])
+        return (rows * weights.unsqueeze(-1)).sum(1)
+
+
+class GatheredMatmul(Block):
+    def mix(self, x, ids, weights):
+        gate, up = (self.w13[ids] @ x[:, None, :, None]).squeeze(-1).chunk(2, -1)
+        rows = (self.w2[ids] @ (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (rows * weights[..., None]).sum(dim=-2)
+
+
+class DenseEinsum(Block):
+    def mix(self, x, ids, weights):
+        gate, up = torch.einsum("th,eih->tei", x, self.w13).chunk(2, -1)
+        rows = torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2)
+        return torch.einsum("te,teh->th", self.table(ids, weights), rows)
+
+
+class OneHotDispatch(Block):
+    """Dispatch and combine tables without capacity."""
+
+    def mix(self, x, ids, weights):
+        hits = self.one_hot(ids)
+        rows = torch.einsum("te,th->eth", hits.sum(1), x)
+        rows = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
+        rows = torch.bmm(rows, self.w2.transpose(1, 2))
+        return torch.einsum("te,eth->th", (hits * weights.unsqueeze(-1)).sum(1), rows)
+
+
+class Llama4(Block):
+    """Every expert on tokens times their scores, which are zero where a token does not go."""
+
+    k, fence, act = 1, float("-inf"), staticmethod(F.silu)
+
+    def shapes(self):
+        return {"gate_up": (HIDDEN, 2 * INNER), "down": (INNER, HIDDEN)}
+
+    def forward(self, x):
+        logits = self.gate(x)
+        best, ids = logits.topk(self.k, dim=1)
+        scores = torch.full_like(logits, self.fence).scatter_(1, ids, best)
+        scores = torch.sigmoid(scores.float()).to(scores.dtype)
+        rows = x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(rows.view(EXPERTS, -1, HIDDEN), self.gate_up).chunk(2, -1)
+        rows = torch.bmm(up * self.act(gate), self.down).view(-1, HIDDEN)
+        return rows.reshape(EXPERTS, -1, HIDDEN).sum(0)
+
+
+GATHERED = [GatheredEinsum, GatheredFused, GatheredMatmul]
+DENSE = [DenseEinsum, OneHotDispatch]
+
+
+def tokens(count=TOKENS):
+    return torch.randn(count, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("block", GATHERED + DENSE)
+def test_fused(block):
+    fused = check_fused(block(), tokens(), tolerance=1e-9)
+    assert [spec.activation for spec in fused.specs] == ["silu(gate) * up"]
+    assert not any("bmm" in t or "einsum" in t for t in fused.targets())
+
+
+def test_llama4():
+    # Scores pass through float32: what is rounded there is rounded by both.
+    fused = check_fused(Llama4(), tokens(), tolerance=1e-6)
+    assert [spec.weight_on for spec in fused.specs] == ["input"]
+
+
+@pytest.mark.parametrize("block", GATHERED + DENSE)
+def test_inference_and_any_number_of_tokens(block):
+    model = block()
+    fused = Fused(model, dynamic=True)
+    for count in (TOKENS, 4, 23):
+        with torch.no_grad():
+            x = tokens(count)
+            assert torch.allclose(fused(x), model(x), rtol=1e-9, atol=1e-12)
+    assert fused.report.fused == len(fused.graphs) and fused.report.missed == 0, fused.report
+
+
+# One detail is different
+
+
+class OtherDownIds(GatheredFused):
+    def mix(self, x, ids, weights):
+        gate, up = torch.einsum("th,tkih->tki", x, self.w13[ids]).chunk(2, -1)
+        rows = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w2[ids.flip(1)])
+        return (rows * weights.unsqueeze(-1)).sum(1)
+
+
+class WeightsOfOtherSlots(GatheredEinsum):
+    def mix(self, x, ids, weights):
+        return super().mix(x, ids, weights.flip(0).sum(1, keepdim=True).expand(-1, K))
+
+
+class ContractsTokens(Block):
+    """A sum over tokens, not over slots."""
+
+    def mix(self, x, ids, weights):
+        gate, up = torch.einsum("th,tkih->tki", x, self.w13[ids]).chunk(2, -1)
+        rows = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w2[ids])
+        return torch.einsum("tk,tkh->kh", weights, rows)
+
+
+class MixesSlots(GatheredEinsum):
+    """Each slot's rows meet the matrices of all slots of the token."""
+
+    def down(self, rows, w2):
+        return torch.einsum("tbo,taio->tai", rows, w2)
+
+
+class SquareBackwards(Block):
+    """The down projection contracts the other side: sizes are equal, the weight is not."""
+
+    def shapes(self):
+        return {"w1": (HIDDEN, HIDDEN), "w3": (HIDDEN, HIDDEN), "w2": (HIDDEN, HIDDEN)}
+
+    def mix(self, x, ids, weights):
+        gate = F.silu(torch.einsum("ti,taoi->tao", x, self.w1[ids]))
+        up = torch.einsum("ti,taio->tao", x, self.w3[ids])
+        rows = torch.einsum("tao,taio->tai", gate * up, self.w2[ids])
+        return torch.einsum("tai,ta->ti", rows, weights)
+
+
+class DenseWithoutRouting(DenseEinsum):
+    def mix(self, x, ids, weights):
+        return super().mix(x, ids, weights)
+
+    def table(self, ids, weights):
+        return weights.sum(1, keepdim=True).expand(-1, EXPERTS)
+
+
+class OtherTable(OneHotDispatch):
+    """Dispatched by one routing, combined by another."""
+
+    def mix(self, x, ids, weights):
+        rows = torch.einsum("te,th->eth", self.one_hot(ids).sum(1), x)
+        rows = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
+        rows = torch.bmm(rows, self.w2.transpose(1, 2))
+        other = self.one_hot(ids.roll(1, 0))
+        return torch.einsum("te,eth->th", (other * weights.unsqueeze(-1)).sum(1), rows)
+
+
+class NotFenced(Llama4):
+    fence = -1.0
+
+
+class NotZeroAtZero(Llama4):
+    act = staticmethod(lambda gate: torch.sigmoid(gate).mul(2))
+
+    def forward(self, x):
+        logits = self.gate(x)
+        best, ids = logits.topk(self.k, dim=1)
+        scores = torch.full_like(logits, self.fence).scatter_(1, ids, best).sigmoid()
+        rows = x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(rows.view(EXPERTS, -1, HIDDEN), self.gate_up).chunk(2, -1)
+        rows = torch.bmm((up + 1) * self.act(gate), self.down)
+        return rows.sum(0)
+
+
+class RowsOfAnotherOrder(Llama4):
+    """The scores run over experts first, the repeated rows over tokens."""
+
+    def forward(self, x):
+        logits = self.gate(x)
+        best, ids = logits.topk(self.k, dim=1)
+        scores = torch.full_like(logits, self.fence).scatter_(1, ids, best).sigmoid()
+        rows = x.repeat_interleave(EXPERTS, 0) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(rows.view(EXPERTS, -1, HIDDEN), self.gate_up).chunk(2, -1)
+        return torch.bmm(up * self.act(gate), self.down).sum(0)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        *(OtherDownIds, WeightsOfOtherSlots, ContractsTokens, MixesSlots, DenseWithoutRouting),
+        *(OtherTable, NotFenced, NotZeroAtZero, RowsOfAnotherOrder),
+    ],
+)
+def test_one_detail_wrong(block):
+    """Never a wrong number: refused by proof, or it was no mistake."""
+    model = block()
+    fused = Fused(model)
+    compare(model, fused, tokens(), tolerance=1e-6)
+    assert fused.report.fused == 0 and "verify" not in fused.reasons, fused.report
+
+
+def test_sides_of_square_weights():
+    check_fused(SquareBackwards(), tokens(), tolerance=1e-9)
