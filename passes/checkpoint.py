@@ -1,4 +1,4 @@
-"""Selective checkpointing: the fused op inherits what the user's policy says of the grouped matmuls it contains.
+"""Selective checkpointing: a fused op inherits what the user's policy says of the ops that it contains.
 
 A policy that saves ``aten._grouped_mm`` would otherwise no longer see one, and the fused op would be recomputed.
 """
@@ -11,6 +11,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mok_compile import ops  # noqa: F401  registers the ops
+
+_INSIDE = {
+    torch.ops.mok.experts.default: (torch.ops.aten._grouped_mm.default,),
+    torch.ops.mok.route.default: (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.topk.default),
+}
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -42,11 +48,8 @@ class _Translated:
 def _knowing(policy):
     @functools.wraps(policy)
     def wrapped(ctx, op, *args, **kwargs):
-        if op is not torch.ops.mok.experts.default:
-            return policy(ctx, op, *args, **kwargs)
-        own = policy(ctx, op, *args, **kwargs)
-        inner = policy(ctx, torch.ops.aten._grouped_mm.default, *args, **kwargs)
-        return own if own in _SAVES or inner not in _SAVES else inner
+        said = [policy(ctx, o, *args, **kwargs) for o in (op, *_INSIDE.get(op, ()))]
+        return next((s for s in said if s in _SAVES), said[0])
 
     wrapped._knows_mok = True
     return wrapped

@@ -92,6 +92,22 @@ def test_policy_of_the_grouped_matmuls_is_that_of_the_fused_op(policy, again):
     assert counters["mok"]["fused"] == 1
 
 
+def saves_topk(ctx, op, *args, **kwargs):
+    saved = op is torch.ops.aten.topk.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("policy", "again"), [(saves_topk, 0), (saves_nothing, 1)], ids=["saves", "recomputes"])
+def test_policy_of_topk_is_that_of_the_choice_of_experts(policy, again):
+    model, x = Checkpointed(Moe(), context_fn=selective(policy)), tokens()
+    compiled = torch.compile(model, backend="mok", options=OPTIONS, fullgraph=True)
+    compare(model, compiled, x)
+    y = compiled(x)
+    with torch.profiler.profile() as profile:
+        y.sum().backward()
+    assert [event.name for event in profile.events()].count("mok::route") == again
+
+
 def test_policy_that_names_the_fused_op():
     def policy(ctx, op, *args, **kwargs):
         ours = op is torch.ops.mok.experts.default

@@ -1,6 +1,7 @@
 """Routers that go into the op with their experts, and those that only look like one."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from harness import Fused, assert_close, check_fused, compare
 from hf import make, step
 from routers import CASES, EXPERTS, K
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 from mok_compile.passes import join
@@ -139,6 +141,32 @@ def test_ids_are_eagers_under_inductor():
             for (_, wanted, weights), (_, found, close) in zip(model(x), compiled(x), strict=True):
                 assert torch.equal(wanted, found)
                 assert_close(close, weights, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_no_more_kernels_than_without(training):
+    """In 16 bits Inductor sees the router's functions as before."""
+
+    def kernels(router):
+        torch._dynamo.reset()
+        options = {"mok.engine": "portable", "mok.router": router}
+        compiled = torch.compile(CastScores(dtype=torch.bfloat16), backend="mok", options=options)
+        x = tokens(64, dtype=torch.bfloat16, grad=training)
+
+        def run():
+            y = compiled(x)
+            if training:
+                y.sum().backward()
+
+        with torch.set_grad_enabled(training):
+            _, codes = run_and_get_code(run)
+        calls = (re.findall(r"(?:cpp_fused|extern_kernels|torch\.ops)[\w.]*\(", code) for code in codes)
+        return [len(found) for found in calls]
+
+    found, wanted = kernels(True), kernels(False)
+    assert found == wanted
+    assert len(found) == (2 if training else 1)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "deepseek_v2"])
