@@ -147,25 +147,27 @@ def _backward(ctx, dy, *unused):
     return (dx, None, dweights, *grads, None, None)
 
 
-def _no_double_backward(ctx, *grads):
+def no_double_backward(ctx, *grads):
+    """The derivative of a backward op."""
     raise RuntimeError(
         "mok::experts has no second derivative: backward(create_graph=True) through a fused MoE block is not "
         "supported. Compile with options={'mok.enabled': False} where you need it."
     )
 
 
-def _nothing_saved(ctx, *grads):
+def nothing_saved(ctx, *grads):
+    """The derivative of an op that saves nothing."""
     raise RuntimeError(
         "mok::experts_infer saves nothing for a backward pass; call mok::experts where you need gradients."
     )
 
 
 torch.library.register_autograd("mok::experts", _backward, setup_context=_setup_context, lib=lib)
-torch.library.register_autograd("mok::experts_infer", _nothing_saved, lib=lib)
-torch.library.register_autograd("mok::experts_backward", _no_double_backward, lib=lib)
+torch.library.register_autograd("mok::experts_infer", nothing_saved, lib=lib)
+torch.library.register_autograd("mok::experts_backward", no_double_backward, lib=lib)
 
 
-def _flops(x_shape, ids_shape, up_shapes, down_shapes, passes: int) -> int:
+def flops(x_shape, ids_shape, up_shapes, down_shapes, passes: int) -> int:
     """Multiply-adds of `passes` forward passes: each slot meets the up and the down matrices of one expert."""
     stacked = len(down_shapes[0]) == 3
     columns = sum(s[-2] for s in up_shapes[:: 1 if stacked else len(down_shapes)])
@@ -174,15 +176,18 @@ def _flops(x_shape, ids_shape, up_shapes, down_shapes, passes: int) -> int:
 
 
 def _experts_flops(x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
-    return _flops(x, ids, up, down, 1)
+    return flops(x, ids, up, down, 1)
 
 
 def _experts_backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
-    return _flops(x, ids, up, down, 2)
+    return flops(x, ids, up, down, 2)
 
 
 register_flop_formula([torch.ops.mok.experts, torch.ops.mok.experts_infer])(_experts_flops)
 register_flop_formula(torch.ops.mok.experts_backward)(_experts_backward_flops)
+
+
+_BLOCKS = ("mok::moe", "mok::experts", "mok::experts_infer", "mok::experts_parallel", "mok::experts_parallel_infer")
 
 
 def is_ours(target) -> bool:
@@ -192,7 +197,7 @@ def is_ours(target) -> bool:
 
 def is_block(target, router: bool = False) -> bool:
     """Whether the target of a graph node stands for a whole block; with `router`, for one with its router."""
-    return _name(target) in (("mok::moe",) if router else ("mok::moe", "mok::experts", "mok::experts_infer"))
+    return _name(target) in (("mok::moe",) if router else _BLOCKS)
 
 
 def _name(target) -> str:

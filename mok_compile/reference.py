@@ -72,7 +72,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, Schedule]:
     """Output y [T, H], pre-activations h [S, N] in sorted order, and the schedule. Arguments: ``mok::experts``."""
     plan = schedule(ids, len(experts))
-    slots, weights = plan.order.long(), _routed(weights, ids, len(experts))
+    slots, weights = plan.order.long(), routed(weights, ids, len(experts))
     rows = x.index_select(0, slots // ids.shape[1])
     if spec.weight_on == "input":
         rows = (rows * weights.reshape(-1)[slots][:, None]).to(x.dtype)
@@ -85,7 +85,7 @@ def forward(
     out = grouped_mm(a, experts.down, plan.offsets)
     if experts.down_bias is not None:
         out = (_wide(out) + _bias_rows(experts.down_bias, ids, slots)).to(x.dtype)
-    y = _combine(out, weights if spec.weight_on == "output" else None, ids.shape, slots, spec.dtype)
+    y = combine(out, weights if spec.weight_on == "output" else None, ids.shape, slots, spec.dtype)
     return y, h, plan
 
 
@@ -105,7 +105,7 @@ def backward(
     on_output = spec.weight_on == "output"
     slots, offsets = plan.order.long(), plan.offsets
     tokens = slots // ids.shape[1]
-    weight = _routed(weights, ids, len(experts)).reshape(-1)[slots][:, None]
+    weight = routed(weights, ids, len(experts)).reshape(-1)[slots][:, None]
     dout = dy.index_select(0, tokens).to(x.dtype)
 
     da = grouped_mm(dout, _transposed(experts.down), offsets)
@@ -131,7 +131,7 @@ def backward(
 
     grads = []
     if need_x:
-        grads.append(_combine(dx_rows, None, ids.shape, slots, x.dtype))
+        grads.append(combine(dx_rows, None, ids.shape, slots, x.dtype))
     if need_weights:
         valid = _valid(ids.reshape(-1)[slots], len(experts))
         dweight = torch.where(valid, dweight, 0)
@@ -163,7 +163,7 @@ def _valid(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return (ids >= 0) & (ids < num_experts)
 
 
-def _routed(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def routed(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The routing weights, zero where the slot has no expert. Rows without expert are zero too: no mask is needed."""
     return torch.where(_valid(ids, num_experts), _wide(weights), 0)
 
@@ -208,10 +208,11 @@ def _join(dgate: torch.Tensor, dup: torch.Tensor, spec: ExpertsSpec) -> torch.Te
     return torch.cat([dgate, dup], 1)
 
 
-def _combine(
+def combine(
     rows: torch.Tensor, weights: torch.Tensor | None, shape: torch.Size, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[S, H] in sorted order -> [T, H] in `dtype`: each token's slots summed in slot order. `shape` is (T, K)."""
+    """[S, H] in sorted order -> [T, H] in `dtype`: each token's slots summed in slot order. `shape` is (T, K), `slots`
+    [S] int64 the slot at each sorted position, `weights` [T, K] what to multiply the rows with, if anything."""
     position = torch.empty_like(slots).index_copy_(0, slots, torch.arange(slots.shape[0], device=slots.device))
     position = position.view(shape)
     y = rows.new_empty(shape[0], rows.shape[1], dtype=dtype)

@@ -92,6 +92,18 @@ class RouterEngine(Engine, Protocol):
         """Chooses the experts; in float32 and float64 the same ones as `mok_compile.routing.route`, to the bit."""
 
 
+class RowEngine(Engine, Protocol):
+    """An engine that also combines rows which other ranks' experts have computed, to the bits of its own forward."""
+
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which `combine` wants what an expert makes of a row of `dtype`: the one in which its own forward
+        multiplies it with the routing weight."""
+
+    def combine(self, rows, order, ids, weights, num_experts, spec) -> torch.Tensor:
+        """y [T, H] in the spec's dtype from rows [S, H] in sorted order, zero where a slot has no route; order [S]
+        int32 is the slot at each sorted position, ids and weights are [T, K]."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The engine that runs a block and, for each better one, why not it. `reason` is the code ``engine`` or ``arch``
@@ -134,6 +146,12 @@ def router(name: str, spec: RouterSpec, weight: torch.Tensor) -> RouterEngine:
     engine = get(name)
     asked = getattr(engine, "supports_router", None)
     return engine if asked is not None and asked(spec, weight) is None else get(PORTABLE)
+
+
+def combiner(name: str) -> RowEngine:
+    """The engine that combines the rows of the engine called `name`: itself if it can, else the portable one."""
+    engine = get(name)
+    return engine if hasattr(engine, "combine") else get(PORTABLE)
 
 
 @cache

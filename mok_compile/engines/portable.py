@@ -28,6 +28,14 @@ class Portable:
         experts = Experts.of(up, down, up_bias, down_bias, spec)
         return reference.backward(dy, x, ids, weights, experts, h, Schedule(order, offsets), spec, needs)
 
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def combine(self, rows, order, ids, weights, num_experts, spec):
+        on_output = spec.weight_on == "output"
+        weights = reference.routed(weights, ids, num_experts) if on_output else None
+        return reference.combine(rows, weights, ids.shape, order.long(), spec.dtype)
+
     def supports_router(self, router: RouterSpec, weight: torch.Tensor) -> str | None:
         return None
 

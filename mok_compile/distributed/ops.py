@@ -1,0 +1,135 @@
+"""``mok::experts_parallel``: the experts of a block, spread over the ranks of a process group.
+
+Every rank passes its own tokens (as many as it has, or none) and its own experts, and gets its own tokens' outputs.
+Arguments are those of ``mok::experts``, but ids [T, K] count the experts of all ranks, the experts' weights are stacked
+and those of this rank only ([E of this rank, ...], see `mok_compile.distributed.sharding`), and there are the name of
+the transport, of the group, its number of ranks, and the number of experts of all ranks. Every rank of the group must
+call the op, and run its backward pass.
+
+Gradients are those of one process that has the tokens of all ranks and whose loss is the sum of the ranks' losses.
+
+Errors: ValueError on all ranks where arguments do not fit together, on one rank or between them; RuntimeError with
+rank, phase and counts where the communication fails.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from mok_compile import ops
+from mok_compile.distributed import transports
+from mok_compile.distributed.sharding import Sharding
+from mok_compile.distributed.transports import Call, Operands, Saved
+from mok_compile.grouped import empty_as
+from mok_compile.spec import ExpertsSpec
+
+lib = torch.library.Library("mok", "FRAGMENT")
+_OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias"
+_HOW = "str transport, str group, SymInt ranks, SymInt num_experts, str spec, str engine"
+lib.define(f"experts_parallel({_OPERANDS}, {_HOW}) -> (Tensor y, Tensor rows, Tensor h, Tensor plan)")
+lib.define(f"experts_parallel_infer({_OPERANDS}, {_HOW}) -> Tensor")
+lib.define(
+    f"experts_parallel_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor h, Tensor plan, {_HOW}, bool[] needs)"
+    " -> Tensor[]"
+)
+_TENSORS = 7  # arguments before `transport`
+
+
+def _call(group, ranks, num_experts, spec, engine) -> Call:
+    return Call(ExpertsSpec.from_json(spec), engine, group, Sharding(num_experts, ranks))
+
+
+def _experts_parallel(*args):
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    with torch._C._DisableAutocast():
+        y, saved = transports.get(transport).forward(operands, call, save=True)
+    return y, saved.rows, saved.h, saved.plan
+
+
+def _experts_parallel_infer(*args):
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    with torch._C._DisableAutocast():
+        return transports.get(transport).forward(operands, call, save=False)[0]
+
+
+def _experts_parallel_backward(dy, *args):
+    operands, saved = Operands(*args[:_TENSORS]), Saved(*args[_TENSORS : _TENSORS + 3])
+    transport, *how, needs = args[_TENSORS + 3 :]
+    with torch._C._DisableAutocast():
+        return transports.get(transport).backward(dy, operands, saved, _call(*how), needs)
+
+
+def _experts_parallel_fake(*args):
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    saved = transports.get(transport).saved(operands, call)
+    return _experts_parallel_infer_fake(*args), saved.rows, saved.h, saved.plan
+
+
+def _experts_parallel_infer_fake(x, *args):
+    return x.new_empty(x.shape, dtype=ExpertsSpec.from_json(args[-2]).dtype)
+
+
+def _experts_parallel_backward_fake(dy, *args):
+    operands, needs = Operands(*args[:_TENSORS]), args[-1]
+    rows = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (operands.x, operands.weights)]
+    lists = [[empty_as(t) for t in tensors] for tensors in operands.lists]
+    groups = ([rows[0]], [rows[1]], *lists)
+    return [t for group, need in zip(groups, needs, strict=True) if need for t in group]
+
+
+for _name, _kernel, _fake in (
+    ("experts_parallel", _experts_parallel, _experts_parallel_fake),
+    ("experts_parallel_infer", _experts_parallel_infer, _experts_parallel_infer_fake),
+    ("experts_parallel_backward", _experts_parallel_backward, _experts_parallel_backward_fake),
+):
+    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, _transport, _group, _ranks, _experts, _spec, _engine = inputs
+    x, ids, weights, *lists = tensors
+    ctx.how = inputs[_TENSORS:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.sizes = [len(tensors) for tensors in lists]
+    ctx.save_for_backward(x, ids, weights, *(t for tensors in lists for t in tensors), *output[1:])
+
+
+def _backward(ctx, dy, *unused):
+    need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_TENSORS]
+    needs = [need_x, need_weights, *(any(n) for n in need_lists)]
+    nothing = (None,) * len(ctx.how)
+    if dy is None or not any(needs):
+        return (None, None, None, *([None] * n for n in ctx.sizes), *nothing)
+    x, ids, weights, *rest = ctx.saved_tensors
+    lists = []
+    for n in ctx.sizes:
+        lists.append(rest[:n])
+        rest = rest[n:]
+    flat = torch.ops.mok.experts_parallel_backward(dy, x, ids, weights, *lists, *rest, *ctx.how, needs)
+    dx = flat.pop(0) if need_x else None
+    dweights = flat.pop(0) if need_weights else None
+    grads = [
+        [flat.pop(0) for _ in range(n)] if need else [None] * n for n, need in zip(ctx.sizes, needs[2:], strict=True)
+    ]
+    return (dx, None, dweights, *grads, *nothing)
+
+
+torch.library.register_autograd("mok::experts_parallel", _backward, setup_context=_setup_context, lib=lib)
+torch.library.register_autograd("mok::experts_parallel_infer", ops.nothing_saved, lib=lib)
+torch.library.register_autograd("mok::experts_parallel_backward", ops.no_double_backward, lib=lib)
+
+
+def _flops(x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
+    """Of this rank's routes, wherever they are computed: what each rank computes depends on the data."""
+    return ops.flops(x, ids, up, down, 1)
+
+
+def _backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None, **kwargs) -> int:
+    return ops.flops(x, ids, up, down, 2)
+
+
+register_flop_formula([torch.ops.mok.experts_parallel, torch.ops.mok.experts_parallel_infer])(_flops)
+register_flop_formula(torch.ops.mok.experts_parallel_backward)(_backward_flops)

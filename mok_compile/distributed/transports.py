@@ -1,0 +1,109 @@
+"""Transports: who brings the tokens to the experts of other ranks and back, and runs these on the way.
+
+A transport is a module-level object with the methods of `Transport`. ``collectives`` runs on every process group and
+is the meaning of the op. A transport may run its phases one after the other (dispatch, experts, combine; in the
+backward reverse combine, experts, reverse dispatch) or all in one kernel: the op only sees forward and backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from mok_compile.distributed.sharding import Sharding
+from mok_compile.engines import Problem
+from mok_compile.spec import ExpertsSpec
+
+# Best first; the last one runs everything.
+TRANSPORTS = ("collectives",)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of ``mok::experts_parallel`` says beside its tensors: what the block computes, the engine that runs
+    a rank's experts, the group's name, its number of ranks, and the number of experts of all ranks together."""
+
+    spec: ExpertsSpec
+    engine: str
+    group: str
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call, as for ``mok::experts``: x, ids and weights of this rank's tokens, ids counting the
+    experts of all ranks; the experts' weights are this rank's own."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    up: list[torch.Tensor]
+    down: list[torch.Tensor]
+    up_bias: list[torch.Tensor]
+    down_bias: list[torch.Tensor]
+
+    @property
+    def lists(self) -> tuple[list[torch.Tensor], ...]:
+        return self.up, self.down, self.up_bias, self.down_bias
+
+    @property
+    def local_experts(self) -> int:
+        return self.down[0].shape[0]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward leaves for the backward: ``rows`` [R, H], the tokens that came here; ``h`` [R, N], the
+    pre-activations of this rank's experts; ``plan`` [P] int32, the schedule. R and P are the transport's choice."""
+
+    rows: torch.Tensor
+    h: torch.Tensor
+    plan: torch.Tensor
+
+
+class Transport(Protocol):
+    """What a transport provides."""
+
+    name: str
+
+    def supports(self, call: Call, problem: Problem) -> str | None:
+        """None if it runs such calls on this group, else why not (one sentence). `problem` is that of one rank's
+        experts, with one slot for each row."""
+
+    def saved(self, operands: Operands, call: Call) -> Saved:
+        """Empty tensors of the shapes that `forward` saves; runs on fake tensors."""
+
+    def forward(self, operands: Operands, call: Call, *, save: bool) -> tuple[torch.Tensor, Saved | None]:
+        """y [T, H] in the spec's dtype, and what the backward needs if `save` is set. Every rank calls it."""
+
+    def backward(
+        self, dy: torch.Tensor, operands: Operands, saved: Saved, call: Call, needs: list[bool]
+    ) -> list[torch.Tensor]:
+        """Gradients of x, weights, up, down, up_bias, down_bias (flattened), only those that `needs` asks for. Every
+        rank calls it, whatever it needs itself."""
+
+
+@cache
+def get(name: str) -> Transport:
+    """The transport called `name`. ValueError if there is none."""
+    if name not in TRANSPORTS:
+        raise ValueError(f"unknown transport {name!r}; transports: {', '.join(TRANSPORTS)}")
+    return importlib.import_module(f"mok_compile.distributed.{name}").transport
+
+
+def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
+    """The best transport for a call, or the `wanted` one. ValueError if that one cannot run it."""
+    for name in TRANSPORTS if wanted == "auto" else (wanted,):
+        reason = get(name).supports(call, problem)
+        if reason is None:
+            return name
+    raise ValueError(f"transport {wanted!r} cannot run this block: {reason}")
+
+
+def row_spec(spec: ExpertsSpec, dtype: torch.dtype) -> ExpertsSpec:
+    """`spec` for rows that are combined elsewhere: what an expert makes of one row, in `dtype`."""
+    return replace(spec, out_dtype=str(dtype).removeprefix("torch."))
