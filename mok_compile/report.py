@@ -112,6 +112,13 @@ class Site:
         return "" if self.status != "fused" else "moe" if self.router is not None else "experts"
 
     @property
+    def about_router(self) -> str:
+        """What became of the router of a fused block; empty where nobody asked."""
+        if self.router is not None:
+            return f"{self.router} (mok::moe)"
+        return f"not fused: {self.router_detail}" if self.router_detail else ""
+
+    @property
     def cure(self) -> str:
         """What the user can do about it."""
         return REASONS[self.reason][1] if self.reason else ""

@@ -127,8 +127,11 @@ class RouterSpec:
             fields["groups"] = Groups(**{**fields["groups"], "fill": float(fields["groups"]["fill"])})
         return RouterSpec(**fields)
 
+    @property
+    def choice(self) -> str:
+        """The choice of experts in words."""
+        within = "" if self.groups is None else f" within {self.groups}"
+        return f"top {self.top_k}{' of score + bias' if self.corrected else ''}{within}"
+
     def __str__(self) -> str:
-        choice = f"top {self.top_k}" + (" of score + bias" if self.corrected else "")
-        if self.groups is not None:
-            choice += f" within {self.groups}"
-        return ", ".join([*map(str, self.scores), choice, *map(str, self.weights)])
+        return ", ".join([*map(str, self.scores), self.choice, *map(str, self.weights)])

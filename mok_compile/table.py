@@ -50,10 +50,8 @@ class Row:
             yield "why", self.site.detail
             yield "to do", self.site.cure
         else:
-            if self.site.router is not None:
-                yield "router", f"{self.site.router} (mok::moe)"
-            elif self.site.router_detail:
-                yield "router", f"not fused: {self.site.router_detail}"
+            if self.site.about_router:
+                yield "router", self.site.about_router
             if self.site.verify_error is not None:
                 yield "verified", f"largest relative error of a row {self.site.verify_error:.1e}"
             if self.site.detail:

@@ -24,6 +24,7 @@ from mok_compile.passes.facts import (
     RowWeight,
     Token,
 )
+from mok_compile.passes.router import Router
 from mok_compile.passes.view import Value, View
 
 # The parts of a block, in the order in which data flows through them.
@@ -131,6 +132,16 @@ class Words:
             first = column.part in ("first", "even") or (column == whole[0] if len(whole) > 1 else False)
             leaves[act.Expr("column", (column,))] = act.GATE if first else act.UP
         return str(act.substitute(fact.expr, leaves))
+
+
+def router_words(router: Router) -> dict[Value, str]:
+    """The values of a proven router in words."""
+    said = {value: f"scores: {', '.join(map(str, router.spec.scores[:i]))}" for i, value in enumerate(router.scores)}
+    said[router.logits] = "logits [T, E]"
+    steps = ", ".join(map(str, router.spec.weights))
+    said[router.weights] = "routing weights: scores of the chosen experts" + (f", {steps}" if steps else "")
+    said[router.ids] = f"experts of each token: {router.spec.choice}"
+    return said
 
 
 # What an argument has to be for the proof to go on, for the ops at which it most often breaks.

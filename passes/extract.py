@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mok_compile.passes.describe import Words, obstacle, role_of, roles
+from mok_compile.passes.describe import Words, obstacle, role_of, roles, router_words
 from mok_compile.passes.facts import Full, Iota
-from mok_compile.passes.rules import Facts
+from mok_compile.passes.join import region_of
+from mok_compile.passes.router import find
+from mok_compile.passes.rules import Break, Facts
 from mok_compile.passes.site import Analysis, Block, Miss, module_of
 from mok_compile.passes.view import Cell, Value, View
 
@@ -58,8 +60,9 @@ class Extraction:
         region = site.region if isinstance(site, Block) else _around(site, self.view, self.facts)
         region -= _entries(region, self.view)
         part = roles(region, self.view, self.facts)
+        proven = dict(self._all)
         if isinstance(site, Block):
-            part |= dict.fromkeys(_router(site, self.view) - region, "router")
+            part |= dict.fromkeys(self._router(site, proven) - region, "router")
             part |= {user: "use" for user in site.final.users if user.op != "output"}
         context = [*region, *part]
         what, arguments = "", []
@@ -68,13 +71,24 @@ class Extraction:
         return Slice(
             module=_module(self.gm, region, self.view, site.final if isinstance(site, Block) else site.at),
             roles={node.name: role for node, role in part.items()},
-            facts={node.name: self._all[node] for node in context if node in self._all}
-            | {a.name: self._all[a] for n in region for a in n.all_input_nodes if a in self._all},
+            facts={node.name: proven[node] for node in context if node in proven}
+            | {a.name: proven[a] for n in region for a in n.all_input_nodes if a in proven},
             experts=_experts(site.anchors),
             broke="" if isinstance(site, Block) else site.at.name,
             obstacle=what,
             arguments=tuple(arguments),
         )
+
+    def _router(self, block: Block, proven: dict[fx.Node, str]) -> set[fx.Node]:
+        """The nodes of a block's router. If it is proven, what they are joins what is known of nodes."""
+        try:
+            router = find(block, self.facts)
+        except Break:
+            return _towards(block, self.view)
+        nodes = region_of(block, router, self.view)
+        said = router_words(router)
+        proven.update({node: said[value] for node in nodes if (value := self.view.value(node)) in said})
+        return set(nodes)
 
     def _obstacle(self, miss: Miss) -> tuple[str, list[tuple[str, str, str]]]:
         at = next((v for v in self.view.made[miss.at] if v in self.facts.broken), None)
@@ -149,7 +163,7 @@ def _entries(region: set[fx.Node] | frozenset[fx.Node], view: View) -> set[fx.No
     }
 
 
-def _router(block: Block, view: View) -> set[fx.Node]:
+def _towards(block: Block, view: View) -> set[fx.Node]:
     """The nodes that lead from the block's tokens to its ids and weights."""
     positions, end = view.positions, view.positions[block.final]
     behind: set[fx.Node] = set()

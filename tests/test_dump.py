@@ -129,6 +129,10 @@ def test_facts_and_roles_of_a_fused_block(three):
     fused = json.loads((three[1] / "report.json").read_text())["sites"][0]
     assert set(fused["roles"].values()) == {"router", "dispatch", "up", "activation", "down", "combine", "use"}
     assert "silu(gate) * up, sorted order" in fused["facts"].values()
+    assert {"logits [T, E]", "scores: softmax", "experts of each token: top 3"} <= set(fused["facts"].values())
+    assert "routing weights: scores of the chosen experts, normalised" in fused["facts"].values()
+    assert "router: softmax, top 3, normalised (mok::moe)" in (three[1] / "index.html").read_text()
+    assert {fused["roles"][node] for node in ("matmul", "scores", "topk")} == {"router"}
     assert any(fact.startswith("end of the rows of each of 5 experts") for fact in fused["facts"].values())
     text = (three[1] / "site_00" / "slice.txt").read_text()
     assert "# dispatch: slot at each sorted position of ids" in text

@@ -87,6 +87,7 @@ def _sites(sites: list[Site]) -> str:
         error = "" if site.verify_error is None else f"{site.verify_error:.1e}"
         why = "" if fused else f"{_text(site.detail)}<br><b>What to do:</b> {_text(site.cure)}"
         what = _text(str(site.spec)) if site.spec else ""
+        what += f"<br>router: {_text(site.about_router)}" if site.about_router else ""
         rows.append(
             f'<tr class="find"><td><span class="badge {site.status}">{site.status}</span></td>'
             f'<td><a href="#site-{i}"><code>{_text(path)}</code></a><br>'
