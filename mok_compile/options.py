@@ -26,6 +26,7 @@ class Options:
     verify: compare each fused block with the graph it replaces, outputs and gradients, on the inputs of the compile.
     engine: "auto", or the name of the engine to use where it can.
     router: fuse the router with its experts where it is understood.
+    capture: keep ops whose output shape only the data tells in the graph where the block that they belong to is fused.
     dump: folder for the graphs before and after and the report; empty for none.
     """
 
@@ -34,6 +35,7 @@ class Options:
     verify: bool = False
     engine: str = "auto"
     router: bool = True
+    capture: bool = False
     dump: str = ""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,89 @@
+"""Ops whose output shape only the data tells (`nonzero`, boolean masks, `.item()`), kept in the graph for the matcher.
+
+Dynamo breaks the graph at such an op, unless its flags say otherwise or the user wants one graph. A loop that picks an
+expert's rows by a mask would so be cut into pieces in which nothing is left to fuse. While Dynamo traces for our
+backend, and only then, the flags are on. A graph in which such sizes are left after fusion is traced once more with
+the flags as the user has them: what is not fused compiles as it always did.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from mok_compile import ops
+from mok_compile.integrations.tracing import options_of
+
+_FLAGS = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+# Dynamo compiles one frame at a time, under a lock; the flags of an outer compile hold for those inside.
+_on: list[AbstractContextManager] = []
+
+
+def watch() -> None:
+    """Switches the flags on at the start of a compile for our backend and back at its end."""
+    from torch._dynamo.callback import callback_handler
+
+    if _begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin)
+    if _end not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_end)
+
+
+def trace_again_if_open(gm: fx.GraphModule) -> None:
+    """Has Dynamo trace the frame once more, without the flags, if sizes that only the data tells are left in `gm`.
+
+    Does nothing where the flags are not on because of us.
+    """
+    if not _on or not any(_open(node) for module in gm.modules() for node in _nodes(module)):
+        return
+    _end()
+    # The one exception that Dynamo lets a backend ask for a new trace with.
+    raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason="sizes that only the data tells are left")
+
+
+def _begin(*_) -> None:
+    compile_frame = _compile_frame()
+    if compile_frame is None or compile_frame.get("one_graph"):  # with one graph the flags are on
+        return
+    options = options_of(compile_frame.get("compiler_fn"))
+    if options is None or not options.capture or all(getattr(torch._dynamo.config, name) for name in _FLAGS):
+        return
+    patch = torch._dynamo.config.patch(**_FLAGS)
+    patch.__enter__()
+    _on.append(patch)
+
+
+def _end(*_) -> None:
+    while _on:
+        _on.pop().__exit__(None, None, None)
+
+
+def _compile_frame() -> dict[str, Any] | None:
+    """The variables of Dynamo's `_compile` below us: a start callback is not told for whom the compile is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _nodes(module: torch.nn.Module) -> list[fx.Node]:
+    return list(module.graph.nodes) if isinstance(module, fx.GraphModule) else []
+
+
+def _open(node: fx.Node) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if ops.is_ours(node.target):  # what it hands to its backward pass may have such sizes
+        return False
+    example = node.meta.get("example_value")
+    return any(free_unbacked_symbols(leaf) for leaf in tree_leaves(example) if isinstance(leaf, _SIZED))
+
+
+_SIZED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -1,0 +1,165 @@
+"""Ops whose output shape only the data tells: in the graph while Dynamo traces for our backend, nowhere else."""
+
+import pytest
+import torch
+from test_user_blocks import AnyMask, Loop, WhereIndexAdd, tokens
+from torch import nn
+
+import mok_compile
+from mok_compile.backend import transform
+from mok_compile.integrations import capture, watch
+from mok_compile.options import Options
+
+FLAGS = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+
+
+class Ours:
+    """The backend without Inductor."""
+
+    compiler_name = "mok"
+
+    def __init__(self, **options):
+        options = {"capture": True, "engine": "portable", **options}
+        self.options, self.graphs, self.reports = Options(**options), [], []
+
+    def __call__(self, gm, inputs):
+        self.reports.append(transform(gm, inputs, self.options))
+        self.graphs.append(gm)
+        return gm.forward
+
+    @property
+    def fused(self):
+        return sum(report.fused for report in self.reports)
+
+
+@pytest.fixture(autouse=True)
+def flags_stay():
+    watch()
+    before = [getattr(torch._dynamo.config, name) for name in FLAGS]
+    yield
+    assert [getattr(torch._dynamo.config, name) for name in FLAGS] == before == [False, False]
+    assert not capture._on
+
+
+def run(model, x, backend):
+    return torch.compile(model, backend=backend)(x)
+
+
+def in_a_function(block):
+    """The block with its loop in a function, where Dynamo meets it as it is."""
+
+    def mix(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = block.add(self, out, x, ids, weights, e, expert)
+        return out
+
+    class Outside(Loop):
+        def forward(self, x):
+            weights, ids = torch.topk(self.gate(x).softmax(-1), self.k, -1)
+            return mix(self, x, ids, weights)
+
+    return Outside()
+
+
+@pytest.mark.parametrize("block", [AnyMask, WhereIndexAdd])
+def test_a_block_with_masks_needs_no_flags(block):
+    model, x, backend = in_a_function(block), tokens(), Ours()
+    assert torch.allclose(run(model, x, backend), model(x), rtol=1e-9)
+    assert (len(backend.graphs), backend.fused) == (1, 1)
+
+
+def test_it_is_asked_for():
+    assert not Options().capture
+    model, x, backend = in_a_function(AnyMask), tokens(), Ours(capture=False)
+    run(model, x, backend)
+    assert backend.fused == 0 and len(backend.graphs) > 1
+
+
+class Masked(nn.Module):
+    """No block: what a mask picks stays a matter of the data."""
+
+    def forward(self, x):
+        picked = x[x > 0]
+        return picked.exp().sum() * int((x > 1).sum())
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.masked = in_a_function(AnyMask), Masked()
+
+    def forward(self, x):
+        return self.masked(self.block(x))
+
+
+def test_a_block_beside_sizes_that_are_left():
+    """The frame around both is traced again and breaks; the block's own frame does not."""
+    model, x, backend = Both(), tokens(), Ours()
+    assert torch.allclose(run(model, x, backend), model(x), rtol=1e-9)
+    assert backend.fused == 1 and len(backend.graphs) > 1
+
+
+def test_sizes_that_are_left_are_traced_as_ever():
+    """As many graphs, with the same calls, as under a backend that is not ours."""
+    model, x, backend, theirs = Masked(), tokens(), Ours(), []
+
+    def other(gm, inputs):
+        theirs.append(gm)
+        return gm.forward
+
+    assert torch.equal(run(model, x, backend), model(x))
+    torch._dynamo.reset()
+    watch()
+    run(model, x, other)
+
+    def calls(graphs):
+        return [[str(n.target) for n in gm.graph.nodes if n.op.startswith("call")] for gm in graphs]
+
+    assert calls(backend.graphs) == calls(theirs) and len(theirs) > 1
+
+
+def test_other_backends_break_as_ever():
+    graphs = []
+
+    def other(gm, inputs):
+        assert not torch._dynamo.config.capture_dynamic_output_shape_ops
+        graphs.append(gm)
+        return gm.forward
+
+    run(Masked(), tokens(), other)
+    assert len(graphs) > 1
+
+
+def test_flags_of_the_user_are_obeyed():
+    """With the flags on, the user wants such graphs: nothing is traced again."""
+    backend = Ours()
+    with torch._dynamo.config.patch(dict.fromkeys(FLAGS, True)):
+        run(Masked(), tokens(), backend)
+    assert len(backend.graphs) == 1
+
+
+def test_an_error_in_a_compile_leaves_no_flag_behind():
+    class Failing(Ours):
+        def __call__(self, gm, inputs):
+            raise ValueError("no")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        run(AnyMask(), tokens(), Failing())
+
+
+def test_explain_says_what_the_backend_does():
+    options = {"mok.capture": True}
+    report = mok_compile.explain(in_a_function(AnyMask), options)(tokens())
+    assert (report.fused, report.missed) == (1, 0), report
+    assert mok_compile.explain(Masked(), options)(tokens()).fused == 0
+
+
+def test_gradients_through_the_real_backend():
+    model, x = in_a_function(AnyMask), tokens()
+    model(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    compiled = torch.compile(model, backend="mok", options={"mok.capture": True})
+    compiled(x).sum().backward()
+    assert torch.allclose(x.grad, wanted, rtol=1e-9, atol=1e-12)
+    assert torch._dynamo.utils.counters["mok"]["fused"] == 1
