@@ -158,7 +158,8 @@ def no_double_backward(ctx, *grads):
 def nothing_saved(ctx, *grads):
     """The derivative of an op that saves nothing."""
     raise RuntimeError(
-        "mok::experts_infer saves nothing for a backward pass; call mok::experts where you need gradients."
+        "mok::experts_infer saves nothing for a backward pass; call mok::experts where you need gradients "
+        "(mok::experts_parallel instead of mok::experts_parallel_infer)."
     )
 
 
@@ -198,6 +199,11 @@ def is_ours(target) -> bool:
 def is_block(target, router: bool = False) -> bool:
     """Whether the target of a graph node stands for a whole block; with `router`, for one with its router."""
     return _name(target) in (("mok::moe",) if router else _BLOCKS)
+
+
+def is_parallel(target) -> bool:
+    """Whether the target of a graph node is a block whose experts are spread over ranks."""
+    return _name(target).startswith("mok::experts_parallel")
 
 
 def _name(target) -> str:

@@ -87,6 +87,18 @@ class StrictError(RuntimeError):
     """Raised under ``mok.strict`` when a recognisable MoE block is left unfused."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The ranks that the experts of a block are spread over (`mok_compile.distributed`), and how tokens get there."""
+
+    num_experts: int
+    ranks: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{_count(self.num_experts, 'expert')} over {_count(self.ranks, 'rank')} (transport {self.transport})"
+
+
 @dataclass
 class Site:
     """One MoE block of a compiled graph."""
@@ -105,10 +117,14 @@ class Site:
     slice: Slice | None = field(default=None, repr=False)  # what was proven; only when somebody watches
     router: RouterSpec | None = None  # the router that was fused too
     router_detail: str = ""  # why the router was not
+    spread: Spread | None = None  # of an expert-parallel block
 
     @property
     def op(self) -> str:
-        """``"moe"`` for a block that is fused with its router, ``"experts"`` for one without it; else empty."""
+        """``"moe"`` for a block that is fused with its router, ``"experts"`` for one without it, ``"experts_parallel"``
+        for one whose experts are spread over ranks; else empty."""
+        if self.spread is not None:
+            return "experts_parallel"
         return "" if self.status != "fused" else "moe" if self.router is not None else "experts"
 
     @property
@@ -136,6 +152,7 @@ class Site:
             "router": self.router.to_dict() if self.router else None,
             "router_detail": self.router_detail,
             "engine": self.engine,
+            "spread": asdict(self.spread) if self.spread else None,
             "verify_error": self.verify_error,
             "node": self.node,
             "graph": self.graph,

@@ -52,6 +52,8 @@ class Row:
         else:
             if self.site.about_router:
                 yield "router", self.site.about_router
+            if self.site.spread is not None:
+                yield "experts", f"{self.site.spread} (mok::experts_parallel)"
             if self.site.verify_error is not None:
                 yield "verified", f"largest relative error of a row {self.site.verify_error:.1e}"
             if self.site.detail:
@@ -64,7 +66,7 @@ def rows(report: Report) -> list[Row]:
     for site in report.sites:
         path, cls, source = parts(site.location)
         detail = site.detail.replace(site.node, "*") if site.node else site.detail
-        what = (site.spec, site.engine, site.router, site.router_detail)
+        what = (site.spec, site.engine, site.router, site.router_detail, site.spread)
         key = (_NUMBER.sub("*", path), cls, source, site.status, site.reason, detail, *what)
         groups.setdefault((*key, site.verify_error is None), []).append((site, path, cls, source))
     found = []

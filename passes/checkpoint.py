@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mok_compile import ops  # noqa: F401  registers the ops
+from mok_compile import ops  # registers the ops
 
 _INSIDE = {
     torch.ops.mok.experts.default: (torch.ops.aten._grouped_mm.default,),
@@ -48,7 +48,8 @@ class _Translated:
 def _knowing(policy):
     @functools.wraps(policy)
     def wrapped(ctx, op, *args, **kwargs):
-        said = [policy(ctx, o, *args, **kwargs) for o in (op, *_INSIDE.get(op, ()))]
+        inside = (torch.ops.aten._grouped_mm.default,) if ops.is_parallel(op) else _INSIDE.get(op, ())
+        said = [policy(ctx, o, *args, **kwargs) for o in (op, *inside)]
         return next((s for s in said if s in _SAVES), said[0])
 
     wrapped._knows_mok = True

@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
 from mok_compile.passes.verify import arguments_of, verify
-from mok_compile.report import Site
+from mok_compile.report import Site, Spread
 from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
 
@@ -70,10 +71,16 @@ def _analyse(gm: fx.GraphModule) -> Analysis:
 def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
     """A block that was the op already when Dynamo traced it: the experts implementation "mok", or a user's own call."""
     *_, spec, engine = node.args
-    detail = "the model calls the op itself"
-    router = RouterSpec.from_json(node.args[10]) if ops.is_block(node.target, router=True) else None
-    spec = ExpertsSpec.from_json(spec)
-    return None, node, Site("fused", None, detail, location(node), spec, engine, node=node.name, router=router)
+    looped = f"{os.sep}integrations{os.sep}loops.py" in (node.meta.get("stack_trace") or "")
+    detail = "traced from a Python loop over the experts" if looped else "the model calls the op itself"
+    site = Site("fused", None, detail, location(node), ExpertsSpec.from_json(spec), engine)
+    site.node = node.name
+    if ops.is_block(node.target, router=True):
+        site.router = RouterSpec.from_json(node.args[10])
+    if ops.is_parallel(node.target):
+        transport, _, ranks, num_experts = node.args[7:11]
+        site.spread = Spread(num_experts, ranks, transport)
+    return None, node, site
 
 
 def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:

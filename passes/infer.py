@@ -1,4 +1,5 @@
-"""After partitioning: `mok::experts` becomes `mok::experts_infer` where nobody reads what it saves for backward.
+"""After partitioning: `mok::experts` becomes `mok::experts_infer`, and `mok::experts_parallel` likewise, where nobody
+reads what it saves for backward.
 
 That is so without gradients and in the forward of checkpointed regions; only the partitioned graph knows.
 """
@@ -14,11 +15,12 @@ from torch import fx
 def drop_saved_outputs(graph: fx.Graph) -> int:
     """Rewrites a post-grad graph in place; returns how many ops were changed."""
     changed = 0
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mok.experts.default):
+    blocks = [node for node in graph.nodes if node.op == "call_function" and _infer_form(node.target) is not None]
+    for node in blocks:
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users if user.users):
             continue
         with graph.inserting_before(node):
-            infer = graph.call_function(torch.ops.mok.experts_infer.default, node.args, node.kwargs)
+            infer = graph.call_function(_infer_form(node.target), node.args, node.kwargs)
         infer.meta = dict(node.meta)
         if "val" in infer.meta:
             infer.meta["val"] = infer.meta["val"][0]
@@ -28,3 +30,11 @@ def drop_saved_outputs(graph: fx.Graph) -> int:
         graph.erase_node(node)
         changed += 1
     return changed
+
+
+def _infer_form(target) -> torch._ops.OpOverload | None:
+    """The op that computes what `target` does and saves nothing; None if `target` is no block that saves something."""
+    if target is torch.ops.mok.experts.default:
+        return torch.ops.mok.experts_infer.default
+    is_parallel = isinstance(target, torch._ops.OpOverload) and target._schema.name == "mok::experts_parallel"
+    return torch.ops.mok.experts_parallel_infer.default if is_parallel else None

@@ -1,0 +1,68 @@
+"""`ExpertParallel`: modules and models over ranks against one process; checkpoints; FSDP2; the report."""
+
+import ep_model
+import pytest
+
+RANKS = (2, 3, 4)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("how", ["eager", "checkpoint", "reentrant checkpoint"])
+def test_a_layer(group_of, ranks, how):
+    group_of(ranks).run(ep_model.as_one_process, how)
+
+
+def test_gradients_accumulate(group_of):
+    group_of(2).run(ep_model.as_one_process, "eager", 3)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_parameters_are_sharded(group_of, ranks):
+    group_of(ranks).run(ep_model.sharded)
+
+
+def test_what_cannot_be_done_is_said(group_of):
+    unknown, more, uneven, twice, none = group_of(2).run(ep_model.refused)[0]
+    assert "Binding" in unknown and "Experts" in unknown
+    assert "also has scale" in more
+    assert "'w2': 4" in uneven
+    assert "already" in twice
+    assert "no experts" in none
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_hugging_face(group_of, family):
+    """Stored [E, out, in] and [E, in, out], with and without biases."""
+    group_of(2).run(ep_model.hugging_face, family, "eager")
+
+
+def test_compiled(group_of):
+    group_of(2).run(ep_model.as_one_process, "aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_by_our_backend(group_of):
+    group_of(2).run(ep_model.as_one_process, "mok")
+
+
+def test_the_report_shows_the_ranks(group_of):
+    for sites, text in group_of(2).run(ep_model.reported):
+        assert sites == [
+            ("experts_parallel", "6 experts over 2 ranks (transport collectives)", "fused", "portable"),
+        ]
+        assert "6 experts over 2 ranks" in text
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 4)])
+def test_checkpoints_between_sizes(group_of, tmp_path, before, after):
+    group_of(before).run(ep_model.saved, str(tmp_path))
+    group_of(after).run(ep_model.loaded, str(tmp_path))
+
+
+def test_the_full_model_can_be_saved(group_of, tmp_path):
+    group_of(2).run(ep_model.full_state, str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks, ep", [(2, 2), (4, 2)])
+def test_fsdp(group_of, ranks, ep):
+    group_of(ranks).run(ep_model.with_fsdp, ep)
