@@ -929,3 +929,10 @@ def register_foreign() -> None:
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if fallback is not None:
         RULES[fallback.default] = _grouped_mm
+    scatter_add = getattr(torch.ops.torchtitan, "deterministic_scatter_add", None)
+    if scatter_add is not None:
+        RULES[scatter_add.default] = _torchtitan_scatter_add
+
+
+def _torchtitan_scatter_add(facts, value, base, index, source):
+    return RULES[aten.scatter_add.default](facts, value, base, 0, index, source)
