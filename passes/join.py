@@ -33,7 +33,10 @@ def join(substitution: Substitution, insertion: Insertion, router: Router) -> Jo
     region = region_of(block, router, view)
     read = _read_outside(substitution, insertion, region)
     shapes = {node: _shape(value) for node, value in read.items()}
-    positions = {node: _output(router, value, node) for node, value in read.items()}
+    outputs = {node: _output(router, value, node) for node, value in read.items()}
+    recomputed = any(isinstance(output, int) and output > 0 for output in outputs.values())
+    if recomputed and any(n.target is torch.amp.autocast_mode._enter_autocast for n in substitution.graph.nodes):
+        raise Break("router", "its scores are read, and the graph switches autocast on or off")
     before = set(substitution.graph.nodes)
     call = next(n for n in insertion.nodes if n.target is torch.ops.mok.experts.default)
     y = next(iter(call.users))
@@ -41,8 +44,8 @@ def join(substitution: Substitution, insertion: Insertion, router: Router) -> Jo
         with substitution.graph.inserting_before(y):
             moe, quiet = _call(substitution, block, router, region, call)
             handed = {}
-            for node, position in positions.items():
-                new = _emit_output(substitution, block, router, moe, position)
+            for node, output in outputs.items():
+                new = _emit_output(substitution, block, router, moe, output)
                 handed[node] = (
                     new if shapes[node] is None else substitution._emit(block, torch.reshape, new, shapes[node])
                 )

@@ -419,6 +419,18 @@ def test_readers_that_keep_the_router_outside(block, detail):
     check_unrouted(block(), tokens(), detail=detail, tolerance=2e-5)
 
 
+def test_scores_that_are_read_where_autocast_changes():
+    class Autocast(Reader):
+        read = staticmethod(lambda logits, scores, ids, weights: scores.square().sum())
+
+        def forward(self, x):
+            loss, extra = super().forward(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss + extra + torch.softmax(x, -1).sum()
+
+    check_unrouted(Autocast(), tokens(), detail="autocast", tolerance=3e-5)
+
+
 def test_overwritten_operands_keep_the_router_outside():
     class Overwritten(Routed):
         def forward(self, x):
