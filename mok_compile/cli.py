@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Builds a model on the meta device and says what would be fused, with which engine, and why not.",
     )
     doctor.add_argument(
-        "target", help="config.json, a model folder, a class or model type of transformers, or package.module:function"
+        "target",
+        nargs="?",
+        help="config.json, a model folder, a class or model type of transformers, or package.module:function",
     )
     doctor.add_argument("config", nargs="?", help="config.json for a class")
     doctor.add_argument("--tokens", type=int, default=4096, help="tokens that the memory figures are for (%(default)s)")
@@ -35,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--dump", default="", metavar="FOLDER", help="write the graphs and a page about them")
     doctor.add_argument("--require-all", action="store_true", help="exit status 1 unless every block would be fused")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--zoo",
+        nargs="*",
+        metavar="FAMILY",
+        help="instead of a model: tiny random models of these families of transformers (all), in every setting",
+    )
     doctor.set_defaults(run=_doctor)
     info = commands.add_parser("info", help="versions, devices, engines, compilers, caches")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -55,6 +63,11 @@ def _doctor(given: argparse.Namespace) -> int:
     from mok_compile import doctor, table
     from mok_compile.options import Options
 
+    if given.zoo is not None and given.target is None:
+        return _zoo(given)
+    if given.target is None or given.zoo is not None:
+        sys.stderr.write("doctor: give either a model or --zoo\n")
+        return 2
     try:
         subject = doctor.load(given.target, given.config, dtype=given.dtype)
     except doctor.NotAModel as error:
@@ -68,6 +81,28 @@ def _doctor(given: argparse.Namespace) -> int:
     else:
         out(doctor.text(result, table.text(result.report, table.is_terminal(sys.stdout))))
     return int(given.require_all and not result.healthy)
+
+
+def _zoo(given: argparse.Namespace) -> int:
+    try:
+        from mok_compile import coverage, families
+
+        known = families.present()
+    except ImportError:
+        sys.stderr.write("doctor: --zoo needs transformers\n")
+        return 2
+    if unknown := [name for name in given.zoo if name not in known]:
+        sys.stderr.write(f"doctor: unknown here: {', '.join(unknown)}; there are {', '.join(known)}\n")
+        return 2
+    show = None if given.json else lambda name, row: out(coverage.line(name, row))
+    if not given.json:
+        out(coverage.head())
+    rows = coverage.measure(given.zoo or known, given.device or "cpu", show)
+    if given.json:
+        out(json.dumps(coverage.to_dict(rows), indent=1))
+    else:
+        out("\n".join(["", *coverage.details(rows), "", coverage.summary(rows)]))
+    return int(given.require_all and not all(map(coverage.complete, rows.values())))
 
 
 def _info(given: argparse.Namespace) -> int:

@@ -49,19 +49,18 @@ def test_links_lead_somewhere():
         assert "://" in target or (ROOT / target).exists(), target
 
 
-def test_coverage_table_belongs_to_the_main_families(coverage):
-    section = README.partition(coverage.BEGIN)[2].partition(coverage.END)[0]
-    found = re.findall(r"^\| (\w+) \| \d", section, re.MULTILINE)
-    assert found == list(coverage.MAIN)
+def test_coverage_tables_are_those_of_the_results(coverage):
+    """Written by `python benchmarks/coverage.py --write`, or `--render` from the stored results."""
+    section = README.partition(f"{coverage.BEGIN}\n")[2].partition(f"\n{coverage.END}")[0]
+    assert section == coverage.section(coverage.stored())
+    assert (coverage.RESULTS / "coverage.md").read_text(encoding="utf-8") == coverage.page(coverage.stored())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"])
-def test_coverage_table_is_up_to_date(coverage, family):
-    """Written by `python benchmarks/coverage.py --write`."""
-    pytest.importorskip("transformers")
-    assert family in coverage.MAIN
-    torch.manual_seed(0)
-    row = coverage.family(family)
-    assert coverage.table_row(family, row) in README
-    assert coverage.complete(row)
+def test_coverage_is_up_to_date(coverage, family):
+    transformers = pytest.importorskip("transformers")
+    rows = coverage.coverage.measure([family])
+    assert coverage.coverage.complete(rows[family])
+    if transformers.__version__ in coverage.stored():
+        assert rows[family] == coverage.coverage.from_dict(coverage.stored()[transformers.__version__])[family]
