@@ -14,13 +14,16 @@ rank, phase and counts where the communication fails.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mok_compile import ops
+from mok_compile import engines, ops
 from mok_compile.distributed import transports
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.distributed.transports import Call, Operands, Saved
+from mok_compile.engines import Problem
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -34,6 +37,18 @@ lib.define(
     " -> Tensor[]"
 )
 _TENSORS = 7  # arguments before `transport`
+
+
+def call_of(
+    spec: ExpertsSpec, problem: Problem, engine: str, transport: str, group: str, ranks: int, num_experts: int
+) -> tuple:
+    """The arguments of ``mok::experts_parallel`` behind its tensors: (transport, group, ranks, num_experts, spec,
+    engine). `problem` is that of this rank's experts; `engine` and `transport` are names or "auto"."""
+    sharding = Sharding(num_experts, ranks)
+    problem = replace(problem, top_k=1, num_experts=sharding.per_rank)
+    chosen = engines.choose(transports.row_spec(spec, problem.dtype), problem, engine).name
+    call = Call(spec, chosen, group, sharding)
+    return transports.choose(call, problem, transport), group, ranks, num_experts, spec.to_json(), chosen
 
 
 def _call(group, ranks, num_experts, spec, engine) -> Call:

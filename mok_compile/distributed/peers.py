@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+# Sizes that all ranks share whatever they call: a collective of different sizes can end a process instead of raising.
+NUMBERS = 6
 TEXT = 512  # bytes that a rank may say of itself in an error
 
 
@@ -28,9 +30,9 @@ class Peers:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """What each rank gives, [ranks, *shape]; all give the same shape and dtype."""
-        said = own.new_empty(self.ranks, *own.shape)
-        dist.all_gather_into_tensor(said, own[None].contiguous(), group=self.group)
-        return said
+        said = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(said, own.contiguous(), group=self.group)
+        return torch.stack(said)
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """The first ``send[0]`` of `rows` go to rank 0, and so on; what comes, in the order of the ranks, is
@@ -41,9 +43,9 @@ class Peers:
 
     def agree(self, phase: str, call: str, problem: str | None, numbers: Sequence[int]) -> list[list[int]]:
         """The `numbers` of all ranks, once they agree on `call` and none has a `problem`; else ValueError on all of
-        them, which names phase and ranks. Every rank must give equally many numbers."""
+        them, which names phase and ranks. At most `NUMBERS`; each rank's are followed by zeros."""
         with self.during(phase, "comparing the calls"):
-            own = [problem is not None, zlib.crc32(call.encode()), *numbers]
+            own = [problem is not None, zlib.crc32(call.encode()), *numbers, *[0] * (NUMBERS - len(numbers))]
             said = self.gather(torch.tensor(own, dtype=torch.int64, device=self.device)).tolist()
             if not any(failed for failed, *_ in said) and len({digest for _, digest, *_ in said}) == 1:
                 return [rest for _, _, *rest in said]

@@ -11,11 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from mok_compile import engines
-from mok_compile.distributed import ops, transports  # noqa: F401  registers mok::experts_parallel
+from mok_compile.distributed import ops
 from mok_compile.distributed.binding import Binding, binding_of, find_experts
 from mok_compile.distributed.sharding import Sharding
-from mok_compile.distributed.transports import Call, row_spec
 from mok_compile.engines import Problem
 
 _STATE = "_mok_parallel"
@@ -126,13 +124,14 @@ def _call_of(
 ) -> tuple:
     """(transport, group, ranks, num_experts, spec, engine) of a module's calls."""
     state = module.__dict__[_STATE]
-    binding, spec = state.binding, state.binding.spec(dtype)
+    binding = state.binding
     down = getattr(module, binding.down)
     inner, hidden = (1, 2) if binding.transposed else (2, 1)
+    sharding = state.sharding
     problem = Problem(
         hidden=down.shape[hidden],
         intermediate=down.shape[inner],
-        num_experts=max(1, state.sharding.per_rank),
+        num_experts=sharding.per_rank,
         top_k=1,
         dtype=experts_dtype,
         weights_dtype=weights_dtype,
@@ -140,7 +139,5 @@ def _call_of(
         stacked=True,
         row_major=not binding.transposed,
     )
-    engine = engines.choose(row_spec(spec, experts_dtype), problem, state.engine).name
-    call = Call(spec, engine, state.group, state.sharding)
-    transport = transports.choose(call, problem, state.transport)
-    return transport, state.group, state.sharding.ranks, state.sharding.num_experts, spec.to_json(), engine
+    where = (state.group, sharding.ranks, sharding.num_experts)
+    return ops.call_of(binding.spec(dtype), problem, state.engine, state.transport, *where)

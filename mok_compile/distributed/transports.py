@@ -16,7 +16,7 @@ import torch
 
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.engines import Problem
-from mok_compile.spec import ExpertsSpec
+from mok_compile.spec import ExpertsSpec, dtype_name
 
 # Best first; the last one runs everything.
 TRANSPORTS = ("collectives",)
@@ -106,4 +106,4 @@ def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
 
 def row_spec(spec: ExpertsSpec, dtype: torch.dtype) -> ExpertsSpec:
     """`spec` for rows that are combined elsewhere: what an expert makes of one row, in `dtype`."""
-    return replace(spec, out_dtype=str(dtype).removeprefix("torch."))
+    return replace(spec, out_dtype=dtype_name(dtype))

@@ -109,7 +109,7 @@ def against_one_process(block):
     wanted = torch.ops.mok.experts(x0, all_ids, weights0, *lists0, spec(block), block.engine)[0]
     x, ids, weights, dy = ranks[rank]
     x1, weights1, lists1 = leaves(block, x, weights, own_experts(lists, sharding, rank))
-    for step in range(block.steps):
+    for _ in range(block.steps):
         found = parallel(block, x1, ids, weights1, lists1)
         if found.requires_grad:
             found.backward(dy)
@@ -136,3 +136,28 @@ def against_one_process(block):
             scale = max(1e-6, float(b.abs().max())) if b.numel() else 1.0
             assert b.numel() == 0 or (a - b).abs().max() <= tolerance * scale, name
     return tuple(found.shape)
+
+
+def by_hand(block):
+    """`mok_compile.functional` over a group gives what autograd gives; the schedule counts all routes."""
+    from mok_compile import functional
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ranks, lists = data(block)
+    x, ids, weights, dy = ranks[rank]
+    own = own_experts(lists, Sharding(block.experts, group.size()), rank)
+    x, weights, own = leaves(block, x, weights, own)
+    wanted = parallel(block, x, ids, weights, own)
+    wanted.backward(dy)
+    how = {"engine": "portable", "group": group, "num_experts": block.experts}
+    given = (x, ids, weights, functional.Weights(*own), ExpertsSpec.from_json(spec(block)))
+    y, context = functional.forward(*given, **how)
+    grads = functional.backward(dy, context)
+    assert torch.equal(y, wanted) and torch.equal(functional.experts(*given, **how), wanted)
+    for name, found in (("x", grads.x), ("weights", grads.weights), ("up", grads.up[0]), ("down", grads.down[0])):
+        leaf = {"x": x, "weights": weights, "up": own[0][0], "down": own[1][0]}[name]
+        assert torch.equal(found, leaf.grad), name
+    routes = functional.schedule(ids, block.experts, group)
+    assert routes.counts.sum(1).tolist() == [tokens * block.k for tokens in block.tokens]
+    assert sum(routes.sent) == block.tokens[rank] * block.k
+    return sum(routes.received)

@@ -28,13 +28,14 @@ class Group:
 
     def run(self, case, *args):
         """What `case(*args)`, a function of an importable module, returns on each rank. AssertionError with the
-        traceback of every rank that raised."""
+        traceback of every rank that raised; `last` then holds what the others return."""
         for pipe in self.pipes:
             pipe.send((case, args))
         results = [self._result(rank) for rank in range(len(self.pipes))]
+        self.last = [value for _, value in results]
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
         assert not failed, "\n".join(failed)
-        return [value for _, value in results]
+        return self.last
 
     def _result(self, rank):
         if not self.pipes[rank].poll(TIMEOUT.total_seconds() * 3):
@@ -48,10 +49,8 @@ class Group:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _serve(pipe, rank, ranks, port):

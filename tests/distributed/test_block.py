@@ -68,3 +68,9 @@ def test_nothing_to_learn(group_of):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_gradients_accumulate(group_of, ranks):
     check(group_of, Block((5, 3, 0, 2)[:ranks], steps=2))
+
+
+def test_the_functional_layer(group_of):
+    block = Block((5, 3, 0))
+    received = group_of(3).run(ep_block.by_hand, block)
+    assert sum(received) == 8 * block.k
