@@ -9,6 +9,7 @@ as a whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -22,6 +23,7 @@ from mok_compile.passes.facts import (
     FEATURE,
     NONE,
     SLOT,
+    SORTED,
     TOKEN,
     Column,
     Combined,
@@ -681,6 +683,35 @@ def _fill(facts: Facts, value: Value, base: Value, rows: Pointwise) -> Fact:
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
 
 
+# Rows in sorted order, split by the counts of the experts and put together again
+
+
+@rule(aten.split_with_sizes.default)
+def _split_by_expert(facts, value, a, sizes, dim=0):
+    fact = facts.of(a)
+    if not isinstance(fact, (*_ROWS, RowWeight)) or fact.order != SORTED or _dim(a, dim) != 0:
+        return None
+    for e, size in enumerate(sizes):
+        read = facts.read_from(size)
+        counts = facts.of(read.value) if read is not None else None
+        counted = isinstance(counts, Counts) and counts.ids is fact.ids and counts.num_experts == len(sizes)
+        if not counted or read.index != e:
+            return None
+    facts.parts[fact.ids] = len(sizes)
+    return replace(fact, order=Hits(fact.ids, (SORTED,), expert=value.index))
+
+
+@rule(aten.cat.default)
+def _cat_experts(facts, value, tensors, dim=0):
+    rows = [facts.of(t) for t in tensors]
+    if not all(_alone(r) and isinstance(r, Pointwise) and r.order.axes == (SORTED,) for r in rows):
+        return None
+    ids = rows[0].ids
+    if [r.order.expert for r in rows] != list(range(facts.parts[ids])) or any(r.ids is not ids for r in rows):
+        raise Break("no-match", "the experts' rows are put together in another order, or not all of them")
+    return _merged(rows, ids, SORTED) if _dim(value, dim) == 0 else None
+
+
 # Every expert on every token
 
 
@@ -959,37 +990,25 @@ def _merge(parts: tuple[Pointwise, ...]) -> Pointwise:
     if missing:
         raise Break("no-match", f"of the experts up to {max(by_expert)}, number {missing[0]} is not computed")
     parts = tuple(by_expert[e] for e in range(len(parts)))
-    downs = [part.bare for part in parts]
-    sources = [down.source for down in downs]
-    rows = _rows_of(sources)
-    columns = [_aligned(source, sources[0]) for source in sources]
+    return _merged(parts, first.ids, SLOT)
+
+
+def _merged(parts: Sequence[Pointwise], ids: Value, order: str) -> Pointwise:
+    """Rows of all experts in `order`, from those of each expert."""
+    model = parts[0]
+    if not all(isinstance(part, Pointwise) and part.weight == model.weight for part in parts):
+        raise Break("no-match", "the experts take different rows")
+    columns = [_aligned(part, model) for part in parts]
     leaves = {}
-    for i, column in enumerate(sources[0].columns):
-        ups = [own[i].projection for own in columns]
-        leaves[_leaf(column)] = _leaf(Column(_joined(rows, ups, first.ids), column.part))
-    source = replace(
-        sources[0],
-        expr=act.substitute(sources[0].expr, leaves),
-        order=SLOT,
-        dtypes=frozenset().union(*(s.dtypes for s in sources)),
-    )
-    down = _leaf(Column(_joined(source, downs, first.ids), "all"))
-    return replace(first, expr=down, order=SLOT, dtypes=frozenset().union(*(part.dtypes for part in parts)))
+    for i, column in enumerate(model.columns):
+        joined = _joined([own[i].projection for own in columns], ids, order)
+        leaves[_leaf(column)] = _leaf(Column(joined, column.part))
+    dtypes = frozenset().union(*(part.dtypes for part in parts))
+    return replace(model, expr=act.substitute(model.expr, leaves), order=order, dtypes=dtypes)
 
 
 def _leaf(column: Column) -> act.Expr:
     return act.Expr("column", (column,))
-
-
-def _rows_of(sources: list) -> Rows:
-    """The rows that all experts take, in slot order."""
-    if not all(isinstance(source, Pointwise) for source in sources):
-        raise Break("no-match", "the rows that are combined come from a single projection")
-    rows = [column.projection.source for source in sources for column in source.columns]
-    slots = {replace(r, order=SLOT, ids=None) if isinstance(r, Rows) else None for r in rows}
-    if len(slots) != 1 or None in slots or len({source.weight for source in sources}) != 1:
-        raise Break("no-match", "the experts take different rows")
-    return slots.pop()
 
 
 def _aligned(source: Pointwise, model: Pointwise) -> tuple[Column, ...]:
@@ -1004,8 +1023,13 @@ def _aligned(source: Pointwise, model: Pointwise) -> tuple[Column, ...]:
     raise Break("activation", "the experts have different activations")
 
 
-def _joined(source: Rows | Pointwise, projections: list[Projection], ids: Value) -> Projection:
+def _joined(projections: list[Projection], ids: Value, order: str) -> Projection:
     """One projection of all experts from one of each."""
+    if isinstance(projections[0].weight, Weight):  # of all experts already
+        if len(set(projections)) != 1:
+            raise Break("no-match", "the experts take different rows")
+        return projections[0]
+    source = _joined_source([p.source for p in projections], ids, order)
     matrices, biases = [p.weight for p in projections], [p.bias for p in projections]
     transposed = matrices[0].transposed
     if any(m.transposed != transposed or m.stored.meta.shape != matrices[0].stored.meta.shape for m in matrices):
@@ -1023,6 +1047,15 @@ def _joined(source: Rows | Pointwise, projections: list[Projection], ids: Value)
         bias = _stack_of(biases)
         bias = tuple(biases) if bias is None else bias
     return Projection(source, weight, ids, bias)
+
+
+def _joined_source(sources: list[Rows | Pointwise], ids: Value, order: str) -> Rows | Pointwise:
+    if not isinstance(sources[0], Rows):
+        return _merged(sources, ids, order)
+    alike = {replace(s, order=order, ids=ids) if isinstance(s, Rows) else None for s in sources}
+    if len(alike) != 1:
+        raise Break("no-match", "the experts take different rows")
+    return alike.pop()
 
 
 def _stack_of(parts: list[Value]) -> Value | None:

@@ -127,7 +127,7 @@ def analyse(graph: fx.Graph) -> Analysis:
         return Analysis(None, [], _cut_off(graph))
     register_foreign()
     view = View(graph)
-    facts = Facts(view.values)
+    facts = Facts(view.values, numbers=view.numbers)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
         return Analysis(view, [], _cut_off(graph), facts)
@@ -312,7 +312,11 @@ def _region(final: fx.Node, view: View, roots: set[Value]) -> set[fx.Node]:
     while pending:
         node, read = pending.pop()
         cells = view.cells.get(node)
-        if node in region or node.op == "placeholder" or (cells is None and not _writes(node, view)):
+        if node in region or node.op == "placeholder":
+            continue
+        example = node.meta.get("example_value")
+        number = isinstance(example, torch.SymInt) or (example is None and node.target is operator.getitem)
+        if cells is None and not number and not _writes(node, view):
             continue
         if isinstance(cells, Cell) and node is not final and cells.value_at(read) in roots:
             continue

@@ -92,6 +92,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One entry of a tensor of one dimension."""
+
+    value: Value
+    index: int
+
+
+@dataclass(frozen=True)
 class _Ref:
     """A tensor in a recording: argument `number`, or output `index` of step `number`."""
 
@@ -140,6 +148,7 @@ class View:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.values: list[Value] = []
+        self.numbers: dict[sympy.Expr, Entry] = {}  # sizes that were read from a tensor: `.item()`, `.tolist()`
         self.made: dict[fx.Node, list[Value]] = {}
         self.cells: dict[fx.Node, Any] = {}
         self.positions = {node: i for i, node in enumerate(graph.nodes)}
@@ -196,6 +205,7 @@ class View:
             if isinstance(container, (tuple, list)):
                 self.cells[node] = container[node.args[1]]
                 return
+        self._note_number(node)
         recorded = self._record(node)
         if recorded is None:
             self._opaque(node)
@@ -259,6 +269,17 @@ class View:
                 if isinstance(cell, Cell) and _may_write(node, fake):
                     self._write(node, cell, self._overwritten(node, cell))
         self._hold(node, lambda example: self._fresh(node, Meta.of(example)))
+
+    def _note_number(self, node: fx.Node) -> None:
+        """Remembers which entry of which tensor a size is. The entries of `.tolist()` have no example of their own."""
+        example = node.meta.get("example_value")
+        if not isinstance(example, torch.SymInt) or _name_of(node) != "item" or len(node.all_input_nodes) != 1:
+            return
+        entry = node.all_input_nodes[0]
+        whole = entry.target is operator.getitem and isinstance(entry.args[1], int)
+        value = self.value(entry.args[0]) if whole else None
+        if value is not None:
+            self.numbers[example.node.expr] = Entry(value, entry.args[1])
 
     def _record(self, node: fx.Node) -> tuple[_Recording, list[Cell], _Rename] | None:
         """The recording of `node`, the cells of its tensor arguments, and what its sizes are called here; None if it
@@ -332,6 +353,10 @@ class View:
         held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
         if held is not None:
             self.cells[node] = held
+
+
+def _name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def target_of(node: fx.Node) -> fx.Node:

@@ -1,0 +1,124 @@
+"""Sorted rows that are split by the counts of the experts, as lists of ranges: jetmoe, granite, and by hand."""
+
+import pytest
+import torch
+from harness import Fused, check_fused, compare
+from test_batched import EXPERTS, HIDDEN, INNER, Block, tokens
+from torch.nn import functional as F
+
+
+class Split(Block):
+    """Argsort, counts as numbers, one MLP for each range."""
+
+    def mix(self, x, ids, weights):
+        flat = ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        parts = torch.split(self.rows(x, order), self.counts(flat))
+        rows = torch.cat(self.parts([self.mlp(e, part) for e, part in enumerate(parts)]))
+        rows = rows * weights.reshape(-1)[order, None]
+        return torch.zeros_like(x).index_add_(0, order // self.k, rows)
+
+    def rows(self, x, order):
+        return x[order // self.k]
+
+    def counts(self, flat):
+        return torch.histc(flat.double(), EXPERTS, 0, EXPERTS - 1).long().tolist()
+
+    def mlp(self, e, rows):
+        return F.linear(F.silu(F.linear(rows, self.w1[e])) * F.linear(rows, self.w3[e]), self.w2[e])
+
+    def parts(self, parts):
+        return parts
+
+
+class CountsByOneHot(Split):
+    def counts(self, flat):
+        return F.one_hot(flat, EXPERTS).sum(0).tolist()
+
+
+class JetMoe(Block):
+    """Split, projected and put together again for each of the two projections."""
+
+    def forward(self, x):
+        best, ids = self.gate(x).topk(self.k, dim=1)
+        weights = best.softmax(1).type_as(x)
+        hits = torch.zeros([x.shape[0], EXPERTS], dtype=x.dtype).scatter(1, ids, 1)
+        sizes = hits.long().sum(0).tolist()
+        order = ids.flatten().sort(0)[1]
+        tokens = order.div(self.k, rounding_mode="trunc")
+        gate, up = self.project(x[tokens], self.w13, sizes).chunk(2, -1)
+        rows = self.project(F.silu(gate) * up, self.w2, sizes) * weights.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, tokens, rows)
+
+    def project(self, rows, weight, sizes):
+        return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(rows.split(sizes, dim=0))], 0)
+
+
+class OtherExpert(Split):
+    def mlp(self, e, rows):
+        return super().mlp((e + 1) % EXPERTS, rows)
+
+
+class SecondProjectionOther(JetMoe):
+    def project(self, rows, weight, sizes):
+        return super().project(rows, weight if weight is self.w13 else weight.flip(0), sizes)
+
+
+class CountsOfOthers(Split):
+    def counts(self, flat):
+        return super().counts((flat + 1) % EXPERTS)
+
+
+class CountsBackwards(Split):
+    def counts(self, flat):
+        return super().counts(flat)[::-1]
+
+
+class PartsBackwards(Split):
+    def parts(self, parts):
+        return parts[::-1]
+
+
+class RowsUnsorted(Split):
+    def rows(self, x, order):
+        return x.repeat_interleave(self.k, 0)
+
+
+@pytest.mark.parametrize("block", [Split, CountsByOneHot, JetMoe])
+def test_fused(block):
+    fused = check_fused(block(), tokens(), tolerance=1e-9)
+    assert [spec.activation for spec in fused.specs] == ["silu(gate) * up"]
+    left = ("split", "item", "aten._assert_scalar.default")
+    assert not any(t in left or "method cat" in t or "function split" in t for t in fused.targets()), fused.targets()
+
+
+@pytest.mark.parametrize("block", [Split, JetMoe])
+def test_any_number_of_tokens(block):
+    model = block()
+    fused = Fused(model, dynamic=True)
+    for count in (9, 4, 23):
+        with torch.no_grad():
+            x = tokens(count)
+            assert torch.allclose(fused(x), model(x), rtol=1e-9, atol=1e-12)
+    assert fused.report.fused == len(fused.graphs) and fused.report.missed == 0, fused.report
+
+
+@pytest.mark.parametrize("block", [OtherExpert, SecondProjectionOther])
+def test_experts_in_another_order(block):
+    """Range e meets another expert than number e: right or left alone, whichever way the weights come."""
+    model = block()
+    fused = Fused(model)
+    compare(model, fused, tokens(), tolerance=1e-9)
+    assert "verify" not in fused.reasons, fused.report
+
+
+@pytest.mark.parametrize("block", [CountsOfOthers, CountsBackwards, PartsBackwards, RowsUnsorted])
+def test_one_detail_wrong(block):
+    model = block()
+    fused = Fused(model)
+    compare(model, fused, tokens(), tolerance=1e-9)
+    assert fused.report.fused == 0 and "verify" not in fused.reasons, fused.report
+
+
+def test_sizes_are_apart():
+    assert len({HIDDEN, INNER, EXPERTS}) == 3
