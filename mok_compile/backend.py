@@ -21,7 +21,8 @@ from torch import fx  # noqa: E402
 
 from mok_compile import dump  # noqa: E402
 from mok_compile.cache import AfterPartition, salt  # noqa: E402
-from mok_compile.integrations import transformers  # noqa: E402
+from mok_compile.integrations import watch  # noqa: E402
+from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -43,6 +44,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable:
+        watch()  # once more: torch._dynamo.reset() ends it
         mine, rest = split(options)
         inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
         if mine.enabled:
@@ -70,6 +72,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     watched = dump.wanted(mine)
     before = dump.code(gm) if watched else None
     report = Report(fuse(gm, example_inputs, mine, watched))
+    trace_again_if_open(gm)
     report.graphs.append(dump.graph(before, dump.code(gm) if watched else None))
     if watched and (report.sites or mine.dump):
         dump.publish(report, mine)
@@ -93,5 +96,5 @@ def __getattr__(name: str) -> Any:
     `torch.compile(backend="mok")` does, lets the bridges to other libraries look out for them."""
     if name != "mok":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    transformers.watch()
+    watch()
     return _backend

@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from mok_compile import dump
-from mok_compile.integrations import transformers
+from mok_compile.integrations import watch
+from mok_compile.integrations.capture import trace_again_if_open
+from mok_compile.integrations.loops import refused
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
@@ -36,7 +38,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
     ``mok.strict`` is not applied.
     """
     mine, _ = split(options)
-    transformers.watch()
+    watch()
 
     def run(*args: Any, **kwargs: Any) -> Report:
         collector = Collector(mine)
@@ -70,6 +72,7 @@ class Collector:
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         sites = fuse(twin, inputs, self.options, watched=True)
+        trace_again_if_open(twin)
         found = Report(sites, [dump.graph(before, dump.code(twin))])
         if self.options.dump:
             dump.publish(found, self.options)
@@ -98,6 +101,9 @@ class Collector:
                 place = path or "(no module)"  # the model itself is one block
                 where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
+                if owner in refused:  # the loop was looked at
+                    known, why = refused[owner]
+                    reason, detail = reason if known == "no-match" else known, f"{detail}: {why}"
                 found.append(Site("missed", reason, detail, where))
         if found:  # the same blocks, each under its own name
             self.report.sites = [site for site in self.report.sites if site not in cut] + found

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+import mok_compile
+
 _FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>.*)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Torch's own lines, and ours, tell nothing about the model.
+_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, mok_compile.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Source:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The innermost source line that `node` was traced from, outside of torch itself; None if it is not known."""
+    """The innermost source line that `node` was traced from, outside of torch and of this package; None if it is not known."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 
@@ -38,8 +41,7 @@ def _innermost(trace: str) -> Source | None:
     frames = [(i, match) for i, line in enumerate(lines) if (match := _FRAME.search(line))]
     if not frames:
         return None
-    # `torch.nn.functional.linear` and the like tell nothing about the model.
-    i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(_TORCH)), frames[-1])
+    i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(_INSIDE)), frames[-1])
     code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
     file = match["file"].rpartition(f"site-packages{os.sep}")[2]
     return Source(file, int(match["line"]), match["function"], code)

@@ -10,7 +10,7 @@ moe = pytest.importorskip("transformers.integrations.moe")
 
 import hf  # noqa: E402
 
-from mok_compile import explain  # noqa: E402
+from mok_compile import explain, integrations  # noqa: E402
 from mok_compile.integrations import transformers as doors  # noqa: E402
 
 REGISTRY = moe.ALL_EXPERTS_FUNCTIONS
@@ -50,7 +50,7 @@ def test_experts_that_loop_in_eager_are_fused(family):
 
 def test_the_loop_stays_in_eager_and_under_other_backends():
     model, inputs = tiny("mixtral", experts_implementation="eager")
-    doors.watch()
+    integrations.watch()
     assert "eager" in REGISTRY
     with_door = model(**inputs).logits
     door = REGISTRY._global_mapping.pop("eager")

@@ -16,6 +16,8 @@ import sys
 
 import torch
 
+from mok_compile.integrations.tracing import our_options
+
 _MODULE = "transformers.integrations.moe"
 
 
@@ -25,16 +27,8 @@ def register() -> None:
     _registry(moe).register("mok", experts_forward)
 
 
-def watch() -> None:
-    """Opens the ``"eager"`` door, now or once transformers is there: looked for before each compile of Dynamo."""
-    from torch._dynamo.callback import callback_handler
-
-    if _open_eager not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_open_eager)
-    _open_eager()
-
-
-def _open_eager(*_) -> None:
+def open_eager() -> None:
+    """Opens the ``"eager"`` door, if transformers is there."""
     moe = sys.modules.get(_MODULE)
     if moe is None or not hasattr(moe, "grouped_mm_experts_forward"):
         return
@@ -55,20 +49,7 @@ def _eager(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_w
 
 @torch._dynamo.assume_constant_result
 def _for_us() -> bool:
-    """Whether the backend that Dynamo traces for is ours, and enabled."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    from mok_compile.options import Options, split
-
-    compiler = InstructionTranslator.current_tx().output.compiler_fn
-    compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
-    backend = getattr(compiler, "compiler_fn", compiler)
-    if getattr(backend, "compiler_name", None) != "mok":
-        return False
-    options = getattr(backend, "options", None)  # of `explain`, which has parsed them already
-    if not isinstance(options, Options):
-        options, _ = split((getattr(compiler, "kwargs", None) or {}).get("options"))
-    return options.enabled
+    return our_options() is not None
 
 
 def experts_forward(

@@ -1,0 +1,283 @@
+"""Python loops over experts, traced as one op: models whose experts are a list of modules, such as those of
+transformers 4, and classes of transformers 5 outside of its registry of experts implementations.
+
+Such a loop asks which experts were hit, which would break every graph. While Dynamo traces for our backend, and only
+then, a method with such a loop runs in another form (`mok_compile.passes.cut`): where the loop is proven to be experts
+(`mok_compile.passes.iteration`) it becomes one call of ``mok::experts`` with the experts' own weights, and all around
+it stays the method's own code. Where there is no proof, in eager mode and under other backends, the method itself runs.
+
+Idle experts get gradients of zeros, not None: the op does not know at trace time which ones those will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.comptime import comptime
+
+from mok_compile.integrations.tracing import our_options
+
+log = logging.getLogger("mok_compile")
+_seen: weakref.WeakSet = weakref.WeakSet()
+# Why the loop of a module was left alone, for `mok_compile.explain`: reason code and sentence.
+refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+_live: list[tuple] = []
+
+
+def open_doors() -> None:
+    """Gives all module classes that hold a loop over experts, of those that exist by now, their traced form."""
+    for cls in _classes(torch.nn.Module):
+        if cls in _seen:
+            continue
+        _seen.add(cls)
+        for name, function in list(vars(cls).items()):
+            if _may_cut(function):
+                _install(cls, name, function)
+
+
+def _classes(base: type) -> Iterator[type]:
+    pending = [base]
+    while pending:
+        cls = pending.pop()
+        yield cls
+        pending += cls.__subclasses__()
+
+
+def _may_cut(function: Any) -> bool:
+    from mok_compile.passes.cut import may_cut
+
+    return may_cut(function)
+
+
+def _install(cls: type, name: str, function: Callable) -> None:
+    from mok_compile.passes.cut import cut
+
+    made = cut(function, run)
+    if made is None:
+        return
+    form = made.form
+
+    @functools.wraps(function)
+    def method(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling() and _for_us():
+            return form(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+@torch._dynamo.assume_constant_result
+def _for_us() -> bool:
+    return our_options() is not None
+
+
+def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
+    """What the loop of `cut` adds up in `owner`, [T, H], as one op; None if that is not proven. Traced by Dynamo.
+
+    `live`: the values of the loop's local variables.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return None  # Dynamo gave the form up and runs it as it is
+    reads = [getattr(owner, name, None) for name in ("training", *cut.reads)]  # noqa: F841  `_look` guards them
+    comptime(_look)
+    plan = _plan(cut, owner)
+    if plan is None:
+        return None
+    call, passed = plan
+    total = None
+    if call is not None:
+        x, ids, weights, dtype, *banks, spec, engine = call
+        x, ids = _value(owner, live, x), _slots(_value(owner, live, ids))
+        weights = torch.ones_like(ids, dtype=x.dtype) if weights is None else _value(owner, live, weights)
+        banks = [[t for bank in kind for t in _bank(owner, live, bank)] for kind in banks]
+        total = torch.ops.mok.experts(x.to(dtype), ids, weights, *banks, spec, engine)[0]
+    for lo, hi, x, ids, weights in passed:
+        x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
+        share = torch.where((ids >= lo) & (ids < hi), weights, 0).sum(1, keepdim=True)
+        total = x * share if total is None else total + x * share
+    return total
+
+
+def _slots(ids: torch.Tensor) -> torch.Tensor:
+    ids = ids if ids.dim() == 2 else ids.unsqueeze(-1)
+    return ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
+
+
+def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
+    """The tensor that `recipe` (of `_recipe`) says."""
+    kind, *rest = recipe
+    if kind == "local":
+        return live[rest[0]]
+    if kind == "attribute":
+        return _attribute(owner, rest[0])
+    base, *more = rest
+    base = _value(owner, live, base)
+    if kind == "gather":
+        ids = _slots(_value(owner, live, more[0]))
+        return torch.gather(base, 1, ids.long().clamp(0, base.shape[1] - 1))
+    return getattr(base, kind)(*more)
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _bank(owner: torch.nn.Module, live: tuple, recipe: tuple) -> list[torch.Tensor]:
+    """A weight or bias of all experts, as the op takes it: one tensor, or one for each expert."""
+    kind, source, dtype, transposed = recipe
+    if kind == "stacked":
+        tensors = [_value(owner, live, source)]
+    elif kind == "listed":
+        place, count = source
+        tensors = list(live[place][:count])
+    else:
+        container, keys, name = source
+        modules = getattr(owner, container) if container else owner
+        tensors = [_attribute(modules[key], name) for key in keys]
+    if dtype is not None:
+        tensors = [t.to(dtype) for t in tensors]
+    return [t.transpose(-2, -1) for t in tensors] if transposed else tensors
+
+
+def _look(context: Any) -> None:
+    """Notes the loop's local variables, while Dynamo traces `run`, and has the constants that it reads guarded."""
+    for variable in _items(context, "reads"):
+        lazy = hasattr(variable, "is_realized") and not variable.is_realized()
+        if lazy and isinstance(variable.peek_value(), (bool, int, float, str)):
+            variable.realize()
+    _live[:] = [tuple(_example(variable) for variable in _items(context, "live"))]
+
+
+def _items(context: Any, name: str) -> list:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize().items
+
+
+def _example(variable: Any) -> Any:
+    """A variable of Dynamo as a fake tensor, a number, or a list of these; None for anything else."""
+    variable = variable.realize()
+    if variable.is_tensor():
+        return variable.as_proxy().node.meta["example_value"]
+    if hasattr(variable, "sym_num"):
+        return variable.sym_num
+    if type(variable).__name__ == "ListVariable":
+        return [_example(v) for v in variable.items]
+    try:
+        return variable.as_python_constant()
+    except Exception:  # Dynamo's own error for what is no constant, which has changed its name before
+        return None
+
+
+@torch._dynamo.assume_constant_result
+def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
+    """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
+    from mok_compile.passes.iteration import understand
+    from mok_compile.passes.rules import Break
+
+    live = _live.pop()
+    try:
+        plan = _written(understand(cut, owner, live), owner, our_options().engine)
+    except Break as stop:
+        refused[owner] = stop.reason, stop.detail
+        log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
+        return None
+    except Exception as error:  # a bug of ours must not end the user's compile
+        log.warning("mok-compile: a loop over experts could not be analysed; please report", exc_info=True)
+        refused[owner] = "data-dependent", f"the loop could not be analysed: {error!r}"
+        return None
+    refused.pop(owner, None)
+    return plan
+
+
+def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
+    from mok_compile import engines, ops  # noqa: F401  registers the op
+    from mok_compile.passes.rules import Break
+
+    calls = [part for part in parts if part.block is not None]
+    if len(calls) != 1:
+        raise Break("no-match", "the loop runs no experts")
+    (part,) = calls
+    block, recipe = part.block, functools.partial(_recipe, part=part, owner=owner)
+    bank = functools.partial(_bank_recipe, part=part, owner=owner)
+    weight = lambda w: bank(w.stored, w.transposed)  # noqa: E731
+    up_bias = tuple(bank(b, False) for b in block.up_bias)
+    down_bias = () if block.down_bias is None else (bank(block.down_bias, False),)
+    up, down = tuple(map(weight, block.up)), weight(block.down)
+    if len({kind == "stacked" for kind, *_ in (*up, down, *up_bias, *down_bias)}) > 1:
+        raise Break("layout", "some weights are stored for all experts together, others for each alone")
+    experts, inner, hidden = block.down.shape
+    problem = engines.Problem(
+        hidden=hidden,
+        intermediate=inner,
+        num_experts=experts,
+        top_k=block.k,
+        dtype=block.down.stored.meta.dtype,
+        weights_dtype=block.x.meta.dtype if block.weights is None else block.weights.meta.dtype,
+        device=block.x.meta.device,
+        stacked=down[0] == "stacked",
+        row_major=not block.down.transposed,
+    )
+    weights = None if block.weights is None else recipe(block.weights)
+    engine = engines.choose(block.spec, problem, wanted).name
+    operands = (recipe(block.x), recipe(block.ids), weights, problem.dtype, up, (down,), up_bias, down_bias)
+    passed = tuple(_passed_recipe(p, owner) for p in parts if p.passed is not None)
+    return (*operands, block.spec.to_json(), engine), passed
+
+
+def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
+    rows = part.passed.rows
+    return part.lo, part.hi, *(_recipe(v, part, owner) for v in (rows.x, rows.ids, rows.weight))
+
+
+def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
+    """How to compute `value`, of the recorded turn, from local variables and attributes."""
+    from mok_compile.passes.iteration import Local
+    from mok_compile.passes.rules import Break
+
+    recipe = functools.partial(_recipe, part=part, owner=owner)
+    if value.op == "input":
+        source = part.sources[value.args[0]]
+        if isinstance(source, Local) and not source.listed:
+            return "local", source.place
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+            if tensor is source:
+                return "attribute", name
+    aten, args = torch.ops.aten, value.args
+    method = {
+        aten.view.default: "view",
+        aten._unsafe_view.default: "view",
+        aten.transpose.int: "transpose",
+        aten.unsqueeze.default: "unsqueeze",
+        aten._to_copy.default: "to",
+        aten.slice.Tensor: "narrow",
+        aten.mul.Tensor: "mul",
+    }.get(value.op)
+    if value.op is aten.gather.default and value.number < 0:
+        return "gather", recipe(args[0]), recipe(args[2])
+    if value.op is aten._to_copy.default:
+        return method, recipe(args[0]), value.meta.dtype
+    if value.op in (aten.slice.Tensor, aten.mul.Tensor) and value.number < 0:
+        return method, recipe(args[0]), *args[1:]
+    if method in ("view", "transpose", "unsqueeze") and not any(isinstance(a, torch.SymInt) for a in value.meta.shape):
+        return method, recipe(args[0]), *args[1:]
+    raise Break("layout", f"an operand of the experts is computed inside the loop ({value.op})")
+
+
+def _bank_recipe(value: Any, transposed: bool, part: Any, owner: torch.nn.Module) -> tuple:
+    from mok_compile.passes.iteration import Local, Members
+
+    dtype, base = None, value
+    if value.op is torch.ops.aten._to_copy.default and value.number < 0:
+        dtype, base = value.meta.dtype, value.args[0]
+    source = part.sources.get(base.args[0]) if base.op == "input" else None
+    if isinstance(source, Members):
+        return "members", (source.container, source.keys, source.name), dtype, transposed
+    if isinstance(source, Local) and source.listed:
+        return "listed", (source.place, base.meta.shape[0]), dtype, transposed
+    return "stacked", _recipe(value, part, owner), None, transposed

@@ -1,0 +1,309 @@
+"""Cuts a function at its loop over experts.
+
+The loop asks which experts were hit, so no tracer gets through it. `cut` makes two functions of such a function, out of
+its own statements: the *form*, which asks `run` for the loop's result first and goes through the loop only if there is
+none, and the *probe*, which goes through the loop's body once, for an expert that stands for all.
+
+What is cut out is read off the syntax, strictly: anything unusual and the function is left alone. What it computes is
+for `mok_compile.passes.iteration` to prove.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import copy
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+# Calls of statements before a loop that prepare it: which experts are hit, which tokens are theirs. This only bounds
+# what is cut out with the loop; what it means is proven.
+_PREPARES = {
+    "argwhere", "bool", "greater", "gt", "int", "len", "long", "ne", "nonzero", "one_hot", "permute", "reshape", "sum",
+    "t", "tolist", "transpose", "unique", "unsqueeze", "view",
+}  # fmt: skip
+_ADDS = ("index_add_", "index_add")
+_RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
+# Builtins that the probe gets its own versions of: the expert's number is no int there.
+SHADOWED = ("enumerate", "int")
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """`form` has the function's signature; `probe` takes self, the values of `live`, and by keyword the stand-ins.
+
+    `live`: local variables that the loop reads; `total`: the one that it adds the experts' outputs onto, in place;
+    `reads`: attributes of self that it reads.
+    """
+
+    form: Callable
+    probe: Callable
+    live: tuple[str, ...]
+    total: str
+    reads: tuple[str, ...]
+
+
+def may_cut(function: Callable) -> bool:
+    """Whether `function` can hold a loop over experts at all, judged by its code object alone."""
+    plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
+    return plain and not set(_ADDS).isdisjoint(function.__code__.co_names)
+
+
+def cut(function: types.FunctionType, run: Callable) -> Cut | None:
+    """`function` cut at its loop over experts; None if it has none, or one of another shape.
+
+    `run(cut, owner, live)` is what the form asks, with the values of `live`: it returns what the loop would add onto
+    `total`, or None.
+    """
+    tree = _source(function)
+    found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
+    if len(found) != 1 or not tree.args.args:
+        return None
+    body, at = found[0]
+    loop, owner = body[at], tree.args.args[0].arg
+    total = _adds_onto(loop)
+    reached = _reached(tree.body, loop)
+    region = [*_preparation(reached, body, at), loop]
+    inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
+    known = outside.stored | {a.arg for a in _arguments(tree.args)}
+    live = tuple(sorted((inside.loaded & known) - {owner}))
+    # A variable that one turn hands to the next, or that is read after the loop, is more than this loop may have.
+    carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
+    leaks = inside.stored & outside.loaded
+    if owner in inside.stored or (carried | leaks) - {total} or total not in live or not _plain(loop):
+        return None
+    made = _rebuild(tree, body, region, owner, live, total)
+    form, probe = (_compile(function, node) for node in made)
+    result = Cut(form, probe, live, total, tuple(sorted(inside.attributes(owner))))
+    cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
+    cell.cell_contents = lambda owner, live: run(result, owner, live)
+    return result
+
+
+def _source(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The syntax tree of `function`, if it is certain to be that of the code that runs."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name != function.__name__:
+        return None
+    ast.increment_lineno(tree, first - 1)
+    theirs, ours = function.__code__, _compile(function, copy.deepcopy(tree)).__code__
+    same = all(getattr(theirs, name) == getattr(ours, name) for name in ("co_code", "co_names", "co_varnames"))
+    return tree if same and _constants(theirs) == _constants(ours) else None
+
+
+def _constants(code: types.CodeType) -> list:
+    """The constants of `code`; strings without their indentation, which `dedent` has changed."""
+    constants = (c for c in code.co_consts if not isinstance(c, types.CodeType))
+    return [" ".join(c.split()) if isinstance(c, str) else (type(c), c) for c in constants]
+
+
+def _compile(function: types.FunctionType, tree: ast.FunctionDef) -> types.FunctionType:
+    """`tree` as a function with the globals, closure and defaults of `function`."""
+    count = len(tree.args.posonlyargs + tree.args.args)
+    free = function.__code__.co_freevars
+    for argument in _arguments(tree.args):
+        argument.annotation = None
+    tree.args.defaults, tree.returns = [], None
+    tree.args.kw_defaults = [None] * len(tree.args.kwonlyargs)
+    parameters = [ast.arg(name) for name in (*free, _RUN)]
+    outer = ast.FunctionDef(
+        name="factory",
+        args=ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[]),
+        body=[tree, ast.Return(ast.Name(tree.name, ast.Load()))],
+        decorator_list=[],
+        type_params=[],
+    )
+    # Python compiles calls of what a module imports in a form of its own: said again here, but never run.
+    imported = [n for n in function.__code__.co_names if _imported(function, n)]
+    says = [ast.If(ast.Constant(False), [ast.Import([ast.alias(n) for n in imported])], [])] if imported else []
+    module = ast.fix_missing_locations(ast.Module([*says, outer], []))
+    flags = function.__code__.co_flags & sum(getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
+    namespace: dict = {}
+    code = compile(module, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    exec(code, function.__globals__, namespace)
+    made = namespace["factory"](*[None] * len(parameters))
+    cells = dict(zip(free, function.__closure__ or (), strict=True))
+    closure = tuple(cells.get(name) or types.CellType() for name in made.__code__.co_freevars)
+    defaults = function.__defaults__ if count == function.__code__.co_argcount else None
+    result = types.FunctionType(made.__code__, function.__globals__, function.__name__, defaults, closure)
+    result.__kwdefaults__, result.__module__ = function.__kwdefaults__, function.__module__
+    result.__qualname__ = function.__qualname__
+    return result
+
+
+def _imported(function: types.FunctionType, name: str) -> bool:
+    value = function.__globals__.get(name)
+    return (
+        isinstance(value, types.ModuleType) or getattr(value, "__module__", function.__module__) != function.__module__
+    )
+
+
+def _rebuild(
+    tree: ast.FunctionDef, body: list[ast.stmt], region: list[ast.stmt], owner: str, live: Iterable[str], total: str
+) -> tuple[ast.FunctionDef, ast.FunctionDef]:
+    """The trees of form and probe."""
+    *preparation, loop = (copy.deepcopy(statement) for statement in region)
+    turn = copy.deepcopy(loop)
+    turn.iter = ast.Call(ast.Name(_ONCE, ast.Load()), [turn.iter], [])
+    arguments = [ast.arg(name) for name in (owner, *live)]
+    keywords = [ast.arg(name) for name in (_ONCE, *SHADOWED)]
+    probe = ast.FunctionDef(
+        name=tree.name,
+        args=ast.arguments(
+            posonlyargs=[], args=arguments, kwonlyargs=keywords, kw_defaults=[None] * len(keywords), defaults=[]
+        ),
+        body=[*copy.deepcopy(preparation), turn, ast.Return(ast.Name(total, ast.Load()))],
+        decorator_list=[],
+        type_params=[],
+    )
+    values = ast.Tuple([ast.Name(name, ast.Load()) for name in live], ast.Load())
+    ask = ast.Call(ast.Name(_RUN, ast.Load()), [ast.Name(owner, ast.Load()), values], [])
+    add = ast.Call(ast.Attribute(ast.Name(total, ast.Load()), "add_", ast.Load()), [ast.Name(_RESULT, ast.Load())], [])
+    missing = ast.Compare(ast.Name(_RESULT, ast.Load()), [ast.Is()], [ast.Constant(None)])
+    instead = [
+        ast.Assign([ast.Name(_RESULT, ast.Store())], ask),
+        ast.If(missing, [*preparation, loop], [ast.Expr(add)]),
+    ]
+    for statement in instead:
+        ast.copy_location(statement, region[-1])
+        ast.fix_missing_locations(statement)
+    body[:] = [new for s in body if s not in region[:-1] for new in (instead if s is region[-1] else [s])]
+    return tree, ast.copy_location(probe, region[-1])
+
+
+def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
+    for i, statement in enumerate(body):
+        if isinstance(statement, ast.For):
+            yield body, i
+        elif isinstance(statement, (ast.If, ast.With)):
+            yield from _loops(statement.body)
+            yield from _loops(getattr(statement, "orelse", []))
+
+
+def _adds_onto(loop: ast.stmt) -> str | None:
+    """The variable that every ``index_add_`` in the loop adds onto."""
+    names = set()
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDS:
+            receiver = node.func.value
+            names.add(receiver.id if isinstance(receiver, ast.Name) and node.func.attr == _ADDS[0] else None)
+    return names.pop() if len(names) == 1 else None
+
+
+def _reached(body: list[ast.stmt], loop: ast.stmt) -> set[ast.stmt]:
+    """All statements that can run when `loop` does: not those of the other branch."""
+    found = set()
+    for statement in body:
+        found.add(statement)
+        branches = [getattr(statement, inner, []) for inner in ("body", "orelse", "finalbody")]
+        taken = [b for b in branches if loop in _statements(b)] if isinstance(statement, ast.If) else []
+        for branch in taken or branches:
+            found |= _reached(branch, loop)
+    return found
+
+
+def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int) -> list[ast.stmt]:
+    """The statements before a loop that serve it alone, in order."""
+    taken, passed = [body[at]], []
+    for statement in reversed(body[:at]):
+        names, skipped = _Names(_statements([statement])), _Names(_statements(passed))
+        rest = _Names(reached - set(_statements([*taken, statement])))
+        serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & rest.loaded
+        moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
+        if serves and moves and _prepares(statement):
+            taken.insert(0, statement)
+        else:
+            passed.append(statement)
+    return taken[:-1]
+
+
+def _prepares(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.With):
+        return _no_grad(statement) and all(map(_prepares, statement.body))
+    calls = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call))
+    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", None) for f in calls}
+    return _assigns_names(statement) and names <= _PREPARES
+
+
+def _no_grad(statement: ast.With) -> bool:
+    return [ast.unparse(item) for item in statement.items] == ["torch.no_grad()"]
+
+
+def _assigns_names(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign):
+        return isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name)
+    targets = [e for t in statement.targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return all(isinstance(t, ast.Name) for t in targets)
+
+
+_FORBIDDEN = (
+    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield,
+    ast.YieldFrom, ast.Starred,
+)  # fmt: skip
+
+
+def _plain(statement: ast.stmt) -> bool:
+    """Whether `statement` only computes: names nothing but local variables, and calls for no effect but in-place ops of
+    tensors."""
+    if any(isinstance(node, _FORBIDDEN) for node in ast.walk(statement)):
+        return False
+    if isinstance(statement, ast.For):
+        targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else [statement.target]
+        names = all(isinstance(t, ast.Name) for t in targets)
+        nested = any(isinstance(n, (ast.For, ast.While)) for s in statement.body for n in ast.walk(s))
+        return names and not nested and not statement.orelse and all(map(_plain, statement.body))
+    if isinstance(statement, ast.If):
+        return all(map(_plain, [*statement.body, *statement.orelse]))
+    if isinstance(statement, ast.With):
+        return _no_grad(statement) and all(map(_plain, statement.body))
+    if isinstance(statement, ast.Expr):
+        call = statement.value
+        method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+        return isinstance(call, ast.Constant) or (method.endswith("_") and not method.endswith("__"))
+    return isinstance(statement, (ast.Continue, ast.Pass)) or _assigns_names(statement)
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    more = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more]
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements of `body`, those inside of others too."""
+    for statement in body:
+        yield statement
+        for inner in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(statement, inner, []))
+
+
+class _Names:
+    """The variables that statements read and write; compound statements count with their headers only."""
+
+    def __init__(self, statements: Iterable[ast.stmt]) -> None:
+        self.loaded: set[str] = set()
+        self.stored: set[str] = set()
+        self._nodes: list[ast.AST] = []
+        pending: list[ast.AST] = list(statements)
+        while pending:
+            node = pending.pop()
+            self._nodes.append(node)
+            if isinstance(node, ast.Name):
+                (self.loaded if isinstance(node.ctx, ast.Load) else self.stored).add(node.id)
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                self.loaded.add(node.target.id)
+            pending += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+
+    def attributes(self, owner: str) -> set[str]:
+        """Attributes of `owner` that are read."""
+        return {
+            node.attr
+            for node in self._nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
+        }

@@ -1,0 +1,130 @@
+"""Writes down what runs: an fx graph of ATen ops, with fake tensors, as the view wants it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
+
+from mok_compile.passes.rules import Break
+
+aten = torch.ops.aten
+
+# Stand for what differs from expert to expert. Never run: they are proven to mean something and then left out.
+lib = torch.library.Library("mok_loop", "DEF")
+lib.define("pick(Tensor bank, bool keepdim) -> Tensor")  # bank[e]
+lib.define("pick_at(Tensor bank, Tensor rows) -> Tensor")  # bank[rows, e]
+lib.define("equal(Tensor ids) -> Tensor")  # ids == e
+lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
+_FAKES: dict[str, Callable] = {
+    "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
+    "pick_at": lambda bank, rows: bank.new_empty((*rows.shape, *bank.shape[2:])),
+    "equal": lambda ids: ids.new_empty(ids.shape, dtype=torch.bool),
+    "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"mok_loop::{_name}", _fake, lib=lib)
+
+_IGNORED = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride")
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered. `sources` says where each placeholder comes from; real tensors that turn up become
+    placeholders with themselves as source. Every ``nonzero`` finds `rows` places, or some unknown number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.sources: dict[str, Any] = {}
+        self.rows: int | None = None
+        self._nodes: dict[int, fx.Node] = {}
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._sizes: dict[Any, fx.Node] = {}
+        self._alive: list[torch.Tensor] = []
+        self._grad = torch.is_grad_enabled()
+
+    def node(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node that returned `tensor`."""
+        return self._nodes.get(id(tensor))
+
+    def empty(self, shape: tuple, like: torch.Tensor, source: Any) -> torch.Tensor:
+        """A new placeholder with the dtype and device of `like`."""
+        if is_traceable_wrapper_subclass(like):
+            raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
+        with _disable_current_modes(), self.mode:
+            fake = torch.empty(shape, dtype=like.dtype, device=like.device)
+        node = self.graph.placeholder(f"arg{len(self.sources)}")
+        self.sources[node.name] = source
+        return self._keep(fake, node)
+
+    def size(self, at_least: int = 1) -> torch.SymInt:
+        """A new size of which nothing else is known."""
+        size = self.env.create_unbacked_symint()
+        torch._check(size >= at_least)
+        return size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.name in _IGNORED:
+            with self.mode:
+                return func(*args, **kwargs)
+        if func is aten.nonzero.default:
+            rows = self.size() if self.rows is None else self.rows
+            func, args = torch.ops.mok_loop.nonzero.default, (args[0], rows)
+        if torch.Tag.data_dependent_output in func.tags:
+            raise Break("data-dependent", f"the loop waits for the value of {func._schema.name}")
+        self._follow_grad_mode()
+        args, kwargs = tree_map(lambda a: self.known(a) if isinstance(a, torch.Tensor) else a, (args, kwargs))
+        with self.mode:
+            out = func(*args, **kwargs)
+        given = tree_map(self._given, (args, kwargs))
+        node = self.graph.call_function(func, *given)
+        node.meta["example_value"] = out
+        if isinstance(out, torch.Tensor):
+            self._keep(out, node)
+        elif isinstance(out, (list, tuple)):
+            for i, entry in enumerate(out):
+                if isinstance(entry, torch.Tensor):
+                    self._keep(entry, self.graph.call_function(operator.getitem, (node, i)))
+        return out
+
+    def _given(self, argument: Any) -> Any:
+        """An argument as the graph has it: tensors and sizes as nodes."""
+        if isinstance(argument, torch.Tensor):
+            return self._nodes[id(argument)]
+        if not isinstance(argument, torch.SymInt):
+            return argument
+        size = argument.node.expr
+        if size not in self._sizes:
+            self._sizes[size] = self.graph.placeholder(f"size{len(self._sizes)}")
+            self._sizes[size].meta["example_value"] = argument
+        return self._sizes[size]
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or the placeholder of a real one."""
+        if id(tensor) in self._nodes:
+            return tensor
+        if id(tensor) not in self._fakes:
+            self._alive.append(tensor)
+            self._fakes[id(tensor)] = self.empty(tuple(tensor.shape), tensor, tensor)
+        return self._fakes[id(tensor)]
+
+    def _keep(self, fake: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        node.meta["example_value"] = fake
+        self._nodes[id(fake)] = node
+        self._alive.append(fake)  # an id must not be used again
+        return fake
+
+    def _follow_grad_mode(self) -> None:
+        if torch.is_grad_enabled() != self._grad:
+            self._grad = torch.is_grad_enabled()
+            self.graph.call_function(torch._C._set_grad_enabled, (self._grad,))

@@ -1,0 +1,250 @@
+"""Blocks whose experts are modules in a list, called one by one in a Python loop, as transformers 4 spells them."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+H, I, E, K = 16, 12, 5, 2
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias=False, act=None):
+        super().__init__()
+        self.gate_proj = nn.Linear(H, I, bias=bias)
+        self.up_proj = nn.Linear(H, I, bias=bias)
+        self.down_proj = nn.Linear(I, H, bias=bias)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.fc1, self.fc2, self.dropout = nn.Linear(H, I), nn.Linear(I, H), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.fc2(self.dropout(F.gelu(self.fc1(x))))
+
+
+class Hit(nn.Module):
+    """A loop over the experts that were hit."""
+
+    def __init__(self, experts=None, top_k=K):
+        super().__init__()
+        self.experts = nn.ModuleList(experts or [Mlp() for _ in range(E)])
+        self.num_experts, self.top_k = len(self.experts), top_k
+        self.gate = nn.Linear(H, self.num_experts, bias=False)
+
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.shape
+        hidden_states = hidden_states.view(-1, width)
+        logits = self.gate(hidden_states)
+        weights, ids = torch.topk(
+            F.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float)), self.top_k, dim=-1
+        )
+        weights = weights.to(hidden_states.dtype)
+        final = torch.zeros((batch * length, width), dtype=hidden_states.dtype, device=hidden_states.device)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert_idx in hit:
+            expert = self.experts[expert_idx]
+            idx, top_x = torch.where(mask[expert_idx].squeeze(0))
+            current = hidden_states[None, top_x].reshape(-1, width)
+            current = expert(current) * weights[top_x, idx, None]
+            final.index_add_(0, top_x, current.to(hidden_states.dtype))
+        return final.reshape(batch, length, width)
+
+
+class Ranged(Hit):
+    """A loop over all experts, with or without a look at how many tokens they have."""
+
+    def forward(self, hidden_states):
+        shape = hidden_states.shape
+        hidden_states = hidden_states.view(-1, shape[-1])
+        logits = self.gate(hidden_states)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        weights, ids = scores.topk(self.top_k, dim=-1)
+        return self.moe(hidden_states, ids, weights).view(*shape)
+
+    def moe(self, hidden_states, topk_indices, topk_weights):
+        final = torch.zeros_like(hidden_states, dtype=topk_weights.dtype)
+        mask = F.one_hot(topk_indices, num_classes=len(self.experts))
+        mask = mask.permute(2, 0, 1)
+        for e in range(len(self.experts)):
+            expert = self.experts[e]
+            tokens, slots = torch.where(mask[e])
+            if tokens.numel() > 0:
+                output = expert(hidden_states[tokens])
+                final.index_add_(0, tokens, output * topk_weights[tokens, slots].unsqueeze(-1))
+        return final.type(hidden_states.dtype)
+
+
+class Unasked(Ranged):
+    """Experts without tokens are called too."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None].to(x.dtype))
+        return y
+
+
+class Skipping(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            if t.shape[0] == 0:
+                continue
+            y.index_add_(0, t, (self.experts[e](x[t]) * weights[t, k, None]).to(x.dtype))
+        return y
+
+
+class Onto(Ranged):
+    """Adds onto something that is not zero, and onto what is returned besides."""
+
+    def moe(self, x, ids, weights):
+        y = x * 2
+        alias = y.view(-1)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None].to(x.dtype))
+        return y + alias.view_as(y)
+
+
+class Named(Ranged):
+    """A dictionary of experts, picked by name."""
+
+    def __init__(self, experts=None, top_k=K):
+        super().__init__(experts, top_k)
+        self.experts = nn.ModuleDict({f"expert_{i}": expert for i, expert in enumerate(self.experts)})
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            k, t = torch.where(mask[e].squeeze(0))
+            y.index_add_(0, t, self.experts[f"expert_{e[0]}"](x[t]) * weights[t, k, None].to(x.dtype))
+        return y
+
+
+class Tail(Ranged):
+    """Some experts are no experts but hand their tokens through."""
+
+    def __init__(self):
+        super().__init__([*(Mlp() for _ in range(E)), nn.Identity(), nn.Identity()])
+
+
+class Stacked(nn.Module):
+    """Weights of all experts in one tensor, a number that means no expert, and scores of every expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.limit = E, 0.7
+        self.gate = nn.Linear(H, E)
+        self.gate_up = nn.Parameter(torch.randn(E, H, 2 * I) * 0.3)
+        self.gate_up_bias = nn.Parameter(torch.randn(E, 2 * I) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, I, H) * 0.3)
+        self.down_bias = nn.Parameter(torch.randn(E, H) * 0.3)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        values, ids = torch.topk(self.gate(x), K, dim=-1)
+        scores = torch.zeros_like(self.gate(x)).scatter_(1, ids, values.softmax(-1))
+        return self.experts(x, ids, scores).view(shape)
+
+    def experts(self, x, router_indices, routing_weights):
+        y = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(router_indices, num_classes=self.num_experts + 1)
+            mask = mask.permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert_idx in hit[:]:
+            expert_idx = expert_idx[0]
+            if expert_idx == self.num_experts:
+                continue
+            with torch.no_grad():
+                _, token = torch.where(mask[expert_idx])
+            gate_up = x[token] @ self.gate_up[expert_idx] + self.gate_up_bias[expert_idx]
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+            gate = gate.clamp(min=None, max=self.limit)
+            up = up.clamp(min=-self.limit, max=self.limit)
+            out = ((up + 1) * gate * torch.sigmoid(gate * 1.7)) @ self.down[expert_idx] + self.down_bias[expert_idx]
+            y.index_add_(0, token, (out * routing_weights[token, expert_idx, None]).to(x.dtype))
+        return y
+
+
+class Flat(Stacked):
+    """Weights of all experts as the rows of one matrix, seen apart in the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(E * I, H) * 0.3) for _ in range(3))
+
+    def experts(self, x, router_indices, routing_weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(router_indices, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        shape = (-1, I, H)
+        for e in hit:
+            e = e[0]
+            _, t = torch.where(mask[e])
+            w1, v1, w2 = self.w1.view(shape)[e], self.v1.view(shape)[e], self.w2.view(shape)[e]
+            y.index_add_(0, t, ((F.silu(x[t] @ w1.T) * (x[t] @ v1.T)) @ w2) * routing_weights[t, e, None])
+        return y
+
+
+class Chunks(Stacked):
+    """Lists of one tensor for each expert, and expert numbers that keep a dimension."""
+
+    def experts(self, x, router_indices, routing_weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(router_indices, num_classes=self.num_experts).permute(2, 1, 0)
+        downs = [w.squeeze(0) for w in self.down.chunk(self.num_experts)]
+        ups = [w.squeeze(0) for w in self.gate_up.chunk(self.num_experts)]
+        for e in range(self.num_experts):
+            _, t = torch.where(mask[e])
+            if t.shape[0] == 0:
+                continue
+            gate, up = (x[None, t].reshape(-1, H) @ ups[e]).chunk(2, dim=-1)
+            y.index_add_(0, t, (F.gelu(gate) * up) @ downs[e] * routing_weights[t, e, None])
+        return y
+
+
+class Kept(Stacked):
+    def experts(self, x, router_indices, routing_weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(router_indices, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit[:]:
+            _, t = torch.where(mask[e[0]])
+            gate, up = (x[t] @ self.gate_up[e]).chunk(2, dim=-1)
+            out = (up * F.silu(gate)) @ self.down[e]
+            y.index_add_(0, t, out[0] * routing_weights[t, e, None])
+        return y
+
+
+FORMS = {
+    "hit": Hit,
+    "ranged": Ranged,
+    "unasked": Unasked,
+    "skipping": Skipping,
+    "onto": Onto,
+    "named": Named,
+    "tail": Tail,
+    "stacked": Stacked,
+    "flat": Flat,
+    "chunks": Chunks,
+    "kept": Kept,
+    "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
+    "plain": lambda: Ranged([Plain() for _ in range(E)]),
+    "top_1": lambda: Hit(top_k=1),
+    "one_expert": lambda: Hit([Mlp()], top_k=1),
+    "all_experts": lambda: Ranged(top_k=E),
+}

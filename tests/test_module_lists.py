@@ -1,0 +1,589 @@
+"""Loops over experts in a list become one op, or stay what they are."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import Fused, assert_close, compare
+from loops import FORMS, E, H, Hit, K, Mlp, Plain, Ranged
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+from mok_compile import explain, integrations
+
+HERE = os.path.dirname(__file__)
+LOOP = "traced from a Python loop over the experts"
+
+
+class Traced(Fused):
+    """`Fused` under the name of the real backend, so that the doors open."""
+
+    def __init__(self, model, dynamic=False, fullgraph=False, **options):
+        integrations.watch()
+        super().__init__(model, dynamic, fullgraph, **options)
+
+        def backend(gm, inputs):
+            return self._backend(gm, inputs)
+
+        backend.compiler_name, backend.options = "mok", self.options
+        self.call = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(*shape, dtype=torch.float32):
+    return torch.randn(*shape, H, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def check(block, x=None, fused=1, **options):
+    """`block` compiled, in one graph if it is fused: output and gradients are eager's."""
+    traced = Traced(block, fullgraph=bool(fused), **options)
+    compare(block, traced, tokens(2, 9) if x is None else x)
+    assert traced.report.fused == fused, traced.report
+    return traced
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("training", [True, False])
+def test_form(form, training):
+    check(FORMS[form]().train(training))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inference(form):
+    block, x = FORMS[form]().eval(), tokens(2, 9)
+    with torch.no_grad():
+        traced = Traced(block, fullgraph=True)
+        assert_close(traced(x), block(x))
+    assert traced.counts() == (1, 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16(form):
+    """No further from float64 than eager is, up to rounding that falls otherwise."""
+    block = FORMS[form]().bfloat16()
+    exact = copy.deepcopy(block).double()
+    x = tokens(3, 40, dtype=torch.bfloat16)
+    found, eager, wanted = Traced(block, fullgraph=True)(x), block(x), exact(x.double())
+    assert found.dtype == eager.dtype
+    same = [(y.double() - wanted).flatten(0, 1).norm(dim=-1) for y in (found, eager)]  # bfloat16 may route otherwise
+    # A product that is rounded before its bias is added has one rounding more than torch's linear.
+    assert same[0].median() <= (1.6 if form in ("plain", "biases") else 1.1) * same[1].median()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_token(form):
+    block, x = FORMS[form](), tokens(1, 1)
+    traced = Traced(block, fullgraph=True)
+    compare(block, traced, x, tolerance=5e-5)
+    assert traced.report.fused == 1, traced.report
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dynamic(form):
+    """One graph for any number of tokens."""
+    block = FORMS[form]()
+    traced = Traced(block, dynamic=True, fullgraph=True)
+    for length in (9, 5, 17):
+        compare(block, traced, tokens(2, length))
+    assert len(traced.graphs) == 1 and traced.counts() == (1, 0)
+
+
+def test_idle_experts_get_zeros():
+    block = Hit([Mlp() for _ in range(E)])
+    with torch.no_grad():
+        block.gate.weight.zero_()
+    traced = Traced(block, fullgraph=True)
+    compare(block, traced, tokens(2, 9))
+    traced(tokens(2, 9)).sum().backward()
+    idle = [e for e in block.experts if not e.down_proj.weight.grad.any()]
+    assert len(idle) == E - K
+    assert all(p.grad is not None for e in idle for p in e.parameters())
+
+
+def test_frozen_experts():
+    block = Hit()
+    block.experts.requires_grad_(False)
+    check(block)
+
+
+@pytest.mark.parametrize("reentrant", [False])
+def test_checkpointing(reentrant):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Hit(), Ranged()])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    traced = Traced(Model(), fullgraph=True)
+    compare(traced.call._orig_mod, traced, tokens(2, 9))
+    assert traced.report.fused == 2
+
+
+def test_autocast():
+    block, x = Hit(), tokens(2, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = Traced(block, fullgraph=True)
+        found, eager = traced(x), block(x)
+    assert traced.counts() == (1, 0)
+    wanted = copy.deepcopy(block)(x)
+    assert found.dtype == eager.dtype
+    errors = [(y.float() - wanted).flatten(0, 1).norm(dim=-1).median() for y in (found, eager)]
+    assert errors[0] <= 1.1 * errors[1]
+
+
+def test_weights_are_not_stacked():
+    traced = check(Hit())
+    assert not any("stack" in name or "cat" in name for name in traced.targets())
+
+
+def test_the_loop_stays_in_eager_and_under_other_backends():
+    block, x = Hit(), tokens(2, 9)
+    expected = block(x)
+    names = []
+
+    def other(gm, inputs):
+        names.extend(str(node.target) for node in gm.graph.nodes)
+        return gm.forward
+
+    integrations.watch()
+    assert torch.equal(block(x), expected)
+    assert torch.equal(torch.compile(block, backend=other)(x), expected)
+    assert names and not any("mok" in name for name in names)
+
+
+def test_switched_off_the_loop_stays_a_loop():
+    block, x = Hit(), tokens(2, 9)
+    traced = Traced(block, enabled=False)
+    assert torch.equal(traced(x), block(x))
+    assert not any("mok" in name for name in traced.targets())
+
+
+def test_report():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Hit(), Ranged()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    report = explain(Model())(tokens(2, 9))
+    assert (report.fused, report.missed, len(report.graphs)) == (2, 0, 1)
+    assert [site.location.partition(" ")[0] for site in report.sites] == ["first", "second"]
+    assert all("loops.py" in site.location and site.detail == LOOP for site in report.sites)
+
+
+def test_refusals_are_named():
+    block = Hit()
+    block.experts[2].register_forward_hook(lambda module, args, out: None)
+    report = explain(nn.Sequential(block))(tokens(2, 9))
+    assert [(site.status, site.reason) for site in report.sites] == [("missed", "hooks")]
+    assert "hook" in report.sites[0].detail
+
+
+# Loops that are not quite the loop over experts
+
+
+class Unscaled(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, _ = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]))
+        return y
+
+
+class OtherToken(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights.flip(0)[t, k, None])
+        return y
+
+
+class OtherSlot(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, 1 - k, None])
+        return y
+
+
+class SkipsFirst(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            if e == 0:
+                continue
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class StartsLater(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(1, self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class StopsEarly(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            if e == 3:
+                break
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class Fewer(Ranged):
+    """Experts 3 and 4 are never called."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(3):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class ByNumber(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None] * (e + 1))
+        return y
+
+
+class OneIsSpecial(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            out = self.experts[e](x[t])
+            if e == 2:
+                out = out * 2
+            y.index_add_(0, t, out * weights[t, k, None])
+        return y
+
+
+class Neighbour(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e - 1](x[t]) * weights[t, k, None])
+        return y
+
+
+class Carried(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        scale = 1.0
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            scale = scale * 0.5
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None] * scale)
+        return y
+
+
+class Feeds(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t] + y[t]) * weights[t, k, None])
+        return y
+
+
+class Overwrites(Ranged):
+    def moe(self, x, ids, weights):
+        y = x.clone()
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](y[t]) * weights[t, k, None])
+        return y
+
+
+class ManyTokens(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            if t.numel() > 7:
+                y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class Idle(Ranged):
+    """Experts without tokens count."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        first = torch.zeros(1, dtype=torch.int64)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            if t.numel() == 0:
+                y.index_add_(0, first, x[first])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class Constant(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            with torch.no_grad():
+                out = self.experts[e](x[t])
+            y.index_add_(0, t, out * weights[t, k, None])
+        return y
+
+
+class Averaged(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            out = self.experts[e](x[t])
+            y.index_add_(0, t, (out - out.mean(0, keepdim=True)) * weights[t, k, None])
+        return y
+
+
+class TwoRoutings(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        other = ids.flip(0)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            u, _ = torch.where(other == e)
+            y.index_add_(0, u, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class TwoOrders(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts)
+        by_slot, by_token = mask.permute(2, 1, 0), mask.permute(2, 0, 1)
+        for e in range(self.num_experts):
+            k, t = torch.where(by_slot[e])
+            u, _ = torch.where(by_token[e])
+            y.index_add_(0, u, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class Popular(Ranged):
+    """Only experts with more than one token."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 1).nonzero()
+        for e in hit:
+            k, t = torch.where(mask[e].squeeze(0))
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class AllButOne(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit[1:]:
+            k, t = torch.where(mask[e].squeeze(0))
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class Leaks(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            out = self.experts[e](x[t])
+            y.index_add_(0, t, out * weights[t, k, None])
+        return y + out.sum()
+
+
+class Counts(Mlp):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.inner, self.scale = Mlp(), scale
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted():
+    block = Hit()
+    for expert in block.experts:
+        expert.down_proj = Lora(expert.down_proj)
+    return block
+
+
+def one_adapted():
+    block = Hit()
+    block.experts[1].down_proj = Lora(block.experts[1].down_proj)
+    return block
+
+
+def replaced_forward():
+    block = Hit()
+    stock = block.experts[1].forward
+    block.experts[1].forward = lambda x: stock(x) * 3
+    return block
+
+
+def hooked():
+    block = Hit()
+    block.experts[1].register_forward_hook(lambda module, args, out: out * 3)
+    return block
+
+
+def inner_hook():
+    block = Hit()
+    block.experts[1].act_fn.register_forward_hook(lambda module, args, out: out * 3)
+    return block
+
+
+ALTERED = [
+    OtherToken, OtherSlot, StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
+    ManyTokens, Idle, Constant, Averaged, TwoRoutings, TwoOrders, Popular, AllButOne, Leaks, adapted, one_adapted,
+    replaced_forward, hooked, inner_hook,
+    lambda: Hit([Mlp(act=nn.SiLU() if i != 3 else nn.Tanh()) for i in range(E)]),
+    lambda: Hit([Counts() for _ in range(E)]),
+    lambda: Hit([Scaled(i) for i in range(E)]),
+    lambda: Hit([Mlp(bias=i == 0) for i in range(E)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ALTERED)
+def test_what_is_something_else_stays(make):
+    block = make()
+    twin = copy.deepcopy(block) if make not in (replaced_forward,) else block
+    traced = Traced(block)
+    x = tokens(2, 9)
+    wanted, found = twin(x), traced(x)
+    assert_close(found, wanted)
+    if make is not Constant:
+        seed = torch.randn(2, 9, H)
+        (a,), (b,) = torch.autograd.grad(wanted, x, seed), torch.autograd.grad(found, x, seed)
+        assert_close(b, a)
+    assert not any(site.detail == LOOP for site in traced.report.sites), traced.report
+
+
+@pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer])
+def test_what_can_be_said_exactly_may_be_fused(make):
+    block, x = make(), tokens(2, 9)
+    compare(block, Traced(block), x)
+
+
+def test_dropout_in_training_is_left_alone():
+    block, x = Ranged([Plain(dropout=0.5) for _ in range(E)]), tokens(2, 9)
+    traced = Traced(block.train())
+    torch.manual_seed(3)
+    wanted = block(x)
+    torch.manual_seed(3)
+    assert torch.equal(traced(x), wanted) and traced.report.fused == 0
+    check(block.eval())
+
+
+def test_a_changed_constant_is_seen():
+    block = FORMS["stacked"]()
+    traced = check(block)
+    block.limit = 0.1
+    compare(block, traced, tokens(2, 9))
+    assert traced.report.fused == 2
+
+
+def test_train_and_eval_differ():
+    block, x = Ranged([Plain(dropout=0.5) for _ in range(E)]), tokens(2, 9)
+    traced = Traced(block.eval())
+    assert_close(traced(x), block(x))
+    assert traced.report.fused == 1
+    block.train()
+    torch.manual_seed(3)
+    wanted = block(x)
+    torch.manual_seed(3)
+    assert_close(traced(x), wanted)
+
+
+@pytest.mark.parametrize("first", ["backend", "transformers"])
+def test_either_may_be_imported_first(first):
+    """The backend is asked for before or after transformers comes; a reset of Dynamo in between changes nothing."""
+    pytest.importorskip("transformers")
+    steps = ["import torch; torch.compile(torch.nn.Linear(1, 1), backend='mok'); torch._dynamo.reset()", "import hf"]
+    program = [
+        *(steps if first == "backend" else steps[::-1]),
+        "import torch",
+        "from mok_compile import explain",
+        "model, ids = hf.make('mixtral')",
+        "if hasattr(model, 'set_experts_implementation'): model.set_experts_implementation('eager')",
+        "report = explain(model)(input_ids=ids)",
+        "assert (report.fused, report.missed) == (2, 0), report",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(program)], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+LISTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", LISTS)
+def test_transformers_4(family):
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("4."):
+        pytest.skip("transformers 5 has no lists of experts")
+    import hf
+
+    model, ids = hf.make(family)
+    wanted, wanted_grads = hf.step(copy.deepcopy(model), ids)
+    traced = Traced(model)
+    found, found_grads = hf.step(model, ids, traced)
+    assert traced.counts() == (2, 0) and len(traced.graphs) == 1, traced.report
+    assert_close(found, wanted)
+    for name, grad in wanted_grads.items():
+        assert_close(found_grads[name], grad, 5e-5, name)
+    assert not any(grad.any() for name, grad in found_grads.items() if name not in wanted_grads)
