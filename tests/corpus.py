@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import routers
+import test_batched
+import test_user_blocks
 import torch
 from blocks import (
     Biased,
@@ -25,6 +28,7 @@ from blocks import (
     routing,
     tokens,
 )
+from routers import Routed
 from torch import nn
 
 HIDDEN, EXPERTS, K, TOKENS = 8, 4, 2, 8
@@ -154,6 +158,16 @@ def routed(*blocks, dtype=torch.float64):
     return make
 
 
+def with_router(name):
+    """A block with one of the routers of `routers.py`, of eight experts."""
+
+    def make():
+        block = Routed(name, torch.float64, hidden=HIDDEN, inner=HIDDEN)
+        return block, (tokens(TOKENS, HIDDEN, torch.float64),)
+
+    return make
+
+
 class Twice(nn.Module):
     """Two blocks of one model on the same tokens with the same routing."""
 
@@ -170,6 +184,18 @@ def twice():
     model = Twice(*(Fixed(HIDDEN, HIDDEN, EXPERTS, K, double, seed=i) for i in range(2)))
     routes = [t for seed in (2, 3) for t in routing(TOKENS, EXPERTS, K, double, seed=seed)]
     return model, (tokens(TOKENS, HIDDEN, double), *routes)
+
+
+def written(block, **how):
+    """Blocks as users write them, on tokens alone."""
+
+    def make():
+        torch.manual_seed(0)
+        model = block(**how)
+        count, hidden = (TOKENS, HIDDEN) if isinstance(model, Moe) else (9, test_batched.HIDDEN)
+        return model, (tokens(count, hidden, torch.float64),)
+
+    return make
 
 
 def hugging_face(family, **settings):
@@ -210,11 +236,23 @@ CASES = [
     Case("gathered_sentinel", small(GatheredSentinel, absent=True)),
     Case("routed", routed(Moe)),
     Case("two_layers", routed(Moe, Moe), blocks=2),
+    *(Case(f"router_{name}", with_router(name)) for name in ("gpt_oss", "gemma4", "deepseek_v2", "deepseek_v3")),
     Case("two_at_once", twice, blocks=2),
     Case("hf_qwen3_moe", hugging_face("qwen3_moe"), tolerance=1e-4),
     Case("hf_mixtral", hugging_face("mixtral"), tolerance=1e-4),
     Case("hf_deepseek_v3", hugging_face("deepseek_v3"), tolerance=1e-4),
     Case("hf_gpt_oss", hugging_face("gpt_oss"), tolerance=1e-4),
     Case("hf_granitemoe", hugging_face("granitemoe"), tolerance=1e-4),
+    *(
+        Case(f"router_{name}", written(routers.Routed, name=name, dtype=torch.float64, hidden=HIDDEN, inner=HIDDEN))
+        for name in routers.CASES
+    ),
+    *(
+        Case(f"written_{block.__name__}", written(block), tolerance=1e-6)
+        for block in (
+            *(*test_user_blocks.PICKED, *test_user_blocks.DENSE),
+            *(*test_batched.GATHERED, *test_batched.DENSE, test_batched.Llama4),
+        )
+    ),
     Case("hf_batched_mm", hugging_face("qwen3_moe", experts_implementation="batched_mm"), tolerance=1e-4),
 ]

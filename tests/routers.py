@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from blocks import Moe
 from torch.nn import functional as F
 
 from mok_compile.router import Groups, RouterSpec, Step
@@ -125,3 +126,23 @@ CASES = {
         bias=True,
     ),
 }
+
+
+class Routed(Moe):
+    """A block with one of these routers."""
+
+    def __init__(self, name="mixtral", dtype=torch.float32, experts=EXPERTS, k=K, **kwargs):
+        self.case = CASES[name]
+        super().__init__(experts=experts, k=self.case.spec.top_k if k == K else k, dtype=dtype, **kwargs)
+
+    def make_weights(self):
+        super().make_weights()
+        self.bias = self.new(self.num_experts) if self.case.bias else None
+        self.register_buffer("correction", self.new(self.num_experts).detach())
+        self.scale = self.new(self.num_experts)
+
+    def logits(self, x):
+        return F.linear(x, self.gate, self.bias)
+
+    def route(self, x):
+        return self.case.spell(self.logits(x), self.correction, self.scale)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import Moe, Stack
+from blocks import Stack
 from harness import Fused, assert_close, check_fused, compare
 from hf import make, step
-from routers import CASES, EXPERTS, K
+from routers import CASES, EXPERTS, K, Routed
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
@@ -19,26 +19,6 @@ from mok_compile.passes import router as router_pass
 from mok_compile.router import Step
 
 TOKENS = 14
-
-
-class Routed(Moe):
-    """A block with one of the routers of `routers.py`."""
-
-    def __init__(self, name="mixtral", dtype=torch.float32, experts=EXPERTS, k=K, **kwargs):
-        self.case = CASES[name]
-        super().__init__(experts=experts, k=self.case.spec.top_k if k == K else k, dtype=dtype, **kwargs)
-
-    def make_weights(self):
-        super().make_weights()
-        self.bias = self.new(self.num_experts) if self.case.bias else None
-        self.register_buffer("correction", self.new(self.num_experts).detach())
-        self.scale = self.new(self.num_experts)
-
-    def logits(self, x):
-        return F.linear(x, self.gate, self.bias)
-
-    def route(self, x):
-        return self.case.spell(self.logits(x), self.correction, self.scale)
 
 
 def tokens(count=TOKENS, seed=1, grad=True, dtype=torch.float32):
