@@ -81,6 +81,7 @@ struct Block {
   char* h;  // [S, N]: pre-activations in the layout of the weights, N = 2I or I
   char* a;  // [S, I]: forward: activations; backward: activations times routing weight where that is on the output
   char* y;  // [T, H]
+  const float* rows;  // [S, H]: what experts elsewhere made of each row
 
   const char* dy;  // [T, H] contiguous, in `dtype`
   char* dh;        // [S, N]: gate columns first, whatever the layout
@@ -171,6 +172,7 @@ struct Kernels {
   void (*dmatrix)(const Block&, Scratch&, const Tile&, Weight);
   void (*dbias)(const Block&, Scratch&, const Tile&, Weight);
   void (*dweight)(const Block&, Scratch&, const Tile&, int64_t tiles);
+  void (*combine)(const Block&, Scratch&, const Tile&);  // rows -> tokens of y, as `down` does
 };
 
 enum class Level : int32_t { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx, kCount };

@@ -168,5 +168,21 @@ void down_tile(const Block& block, Scratch& scratch, const Tile& tile) {
     store_output(block.out_dtype, block.y, t * block.H + tile.c0, scratch.sum + (t - tile.r0) * n, n);
 }
 
+// The sums of down_tile, to the bit, over products that experts elsewhere have computed.
+inline void combine_tile(const Block& block, Scratch& scratch, const Tile& tile) {
+  const int64_t n = tile.c1 - tile.c0;
+  fill(scratch.sum, 0.0f, (tile.r1 - tile.r0) * n);
+  for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t, int64_t lo, int64_t hi) {
+    for (int64_t r = lo; r < hi; r++) {
+      const float weight = block.weight_on_input ? 1.0f : block.weight[r];
+      const float* row = block.rows + r * block.H + tile.c0;
+      float* sum = scratch.sum + (block.token[r] - tile.r0) * n;
+      for (int64_t i = 0; i < n; i++) sum[i] += weight * row[i];
+    }
+  });
+  for (int64_t t = tile.r0; t < tile.r1; t++)
+    store_output(block.out_dtype, block.y, t * block.H + tile.c0, scratch.sum + (t - tile.r0) * n, n);
+}
+
 }  // namespace
 }  // namespace mok

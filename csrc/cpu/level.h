@@ -18,7 +18,8 @@ Kernels kernels_of() {
           &dinput_tile<Isa, Element>,
           &dmatrix_tile<Isa, Element>,
           &dbias_tile<Element>,
-          &dweight_tile<Element>};
+          &dweight_tile<Element>,
+          &combine_tile};
 }
 
 template <class Isa>

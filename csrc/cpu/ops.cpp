@@ -1,4 +1,4 @@
-// The ops mok_cpu::forward and mok_cpu::backward: tensors in, tiles out. See mok_compile/engines/cpu.py for the
+// The ops mok_cpu::forward, backward and combine: tensors in, tiles out. See mok_compile/engines/cpu.py for the
 // callers, which allocate everything and have checked shapes and dtypes.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -104,6 +104,29 @@ std::vector<Instruction> program_of(const std::vector<int64_t>& ops, const std::
   return program;
 }
 
+// What follows from the schedule: token and routing weight (float, contiguous) of each row.
+struct Rows {
+  std::vector<int32_t> token;
+  std::vector<float> weight;
+
+  Rows(Block& block, const Tensor& order, const Tensor& offsets, const Tensor& weights) {
+    const int64_t slots = block.T * block.K;
+    block.order = static_cast<const int32_t*>(order.data_ptr());
+    block.offsets = static_cast<const int32_t*>(offsets.data_ptr());
+    token.resize(slots);
+    weight.resize(slots);
+    const char* w = data_of(weights);
+    for (int64_t r = 0; r < slots; r++) {
+      token[r] = block.order[r] / static_cast<int32_t>(block.K);
+      std::memcpy(&weight[r], w + int64_t{block.order[r]} * 4, 4);
+    }
+    block.token = token.data();
+    block.weight = weight.data();
+  }
+
+  Rows(const Rows&) = delete;
+};
+
 // The operands that forward and backward share, and what is derived from them.
 struct Operands {
   Block block{};
@@ -114,8 +137,6 @@ struct Operands {
   std::vector<Matrix> down;
   std::vector<Vector> down_bias;
   std::vector<Instruction> program;
-  std::vector<int32_t> token;
-  std::vector<float> weight;
 
   Operands(const Tensor& x, const Tensor& ids, const Tensors& up_tensors, const Tensors& down_tensors,
            const Tensors& up_bias_tensors, const Tensors& down_bias_tensors, int64_t layout_number,
@@ -159,21 +180,6 @@ struct Operands {
   int64_t slots() const { return block.T * block.K; }
   int64_t routed() const { return block.E ? block.offsets[block.E - 1] : 0; }
   int64_t rows_begin(int64_t e) const { return e ? block.offsets[e - 1] : 0; }
-
-  // What follows from the schedule: token and routing weight (float, contiguous) of each row.
-  void use_schedule(const Tensor& order, const Tensor& offsets, const Tensor& weights) {
-    block.order = static_cast<const int32_t*>(order.data_ptr());
-    block.offsets = static_cast<const int32_t*>(offsets.data_ptr());
-    token.resize(slots());
-    weight.resize(slots());
-    const char* w = data_of(weights);
-    for (int64_t r = 0; r < slots(); r++) {
-      token[r] = block.order[r] / static_cast<int32_t>(block.K);
-      std::memcpy(&weight[r], w + int64_t{block.order[r]} * 4, 4);
-    }
-    block.token = token.data();
-    block.weight = weight.data();
-  }
 
   // Tiles of each expert's rows and of `columns` columns, at most `width` wide.
   std::vector<Tile> expert_tiles(int64_t columns, int64_t width) const {
@@ -267,7 +273,7 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
   Block& block = operands.block;
   const Kernels table = kernels(std::min(static_cast<Level>(level), best_level()), block.dtype);
   schedule(team, ids, block.E, order, offsets);
-  operands.use_schedule(order, offsets, weights);
+  const Rows rows(block, order, offsets, weights);
   block.out_dtype = dtype_of(y);
   block.y = data_of(y);
   block.a = data_of(a);
@@ -295,7 +301,7 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   Operands operands(x, ids, up, down, up_bias, down_bias, layout, weight_on_input, ops, limits);
   Block& block = operands.block;
   const Kernels table = kernels(std::min(static_cast<Level>(level), best_level()), block.dtype);
-  operands.use_schedule(order, offsets, weights);
+  const Rows rows(block, order, offsets, weights);
   block.h = data_of(h);
   block.dy = data_of(dy);
 
@@ -398,6 +404,30 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   }
 }
 
+// y from rows [S, H] (float, contiguous), sorted by expert, that experts elsewhere made of the tokens; order and
+// offsets are working memory.
+void combine(Tensor rows, Tensor ids, Tensor weights, Tensor y, Tensor order, Tensor offsets, bool weight_on_input,
+             int64_t level) {
+  Team team;
+  Block block{};
+  block.T = ids.size(0);
+  block.K = ids.size(1);
+  block.H = rows.size(1);
+  block.E = offsets.numel();
+  block.weight_on_input = weight_on_input;
+  block.rows = static_cast<const float*>(rows.data_ptr());
+  block.out_dtype = dtype_of(y);
+  block.y = data_of(y);
+  schedule(team, ids, block.E, order, offsets);
+  const Rows of_rows(block, order, offsets, weights);
+  const Kernels table = kernels(std::min(static_cast<Level>(level), best_level()), Dtype::kFloat32);
+  std::vector<Tile> tiles;
+  for (int64_t t = 0; t < block.T; t += kColumns)
+    for (int64_t c = 0; c < block.H; c += kColumns)
+      tiles.push_back({0, t, std::min(t + kColumns, block.T), c, std::min(c + kColumns, block.H)});
+  team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) { table.combine(block, scratch, tiles[i]); });
+}
+
 }  // namespace
 }  // namespace mok
 
@@ -411,10 +441,14 @@ STABLE_TORCH_LIBRARY(mok_cpu, m) {
       "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, "
       "Tensor[] down_bias, Tensor h, Tensor order, Tensor offsets, Tensor(a!) dh, Tensor(b!) a, Tensor(c!) partial, "
       "Tensor(d!)[] grads, int[] needs, int layout, bool weight_on_input, int[] ops, float[] limits, int level) -> ()");
+  m.def(
+      "combine(Tensor rows, Tensor ids, Tensor weights, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, "
+      "bool weight_on_input, int level) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_cpu, CompositeExplicitAutograd, m) {
   m.impl("best_level", TORCH_BOX(&mok::best_level_number));
   m.impl("forward", TORCH_BOX(&mok::forward));
   m.impl("backward", TORCH_BOX(&mok::backward));
+  m.impl("combine", TORCH_BOX(&mok::combine));
 }

@@ -161,9 +161,10 @@ def _problem(operands: Operands, call: Call, rank: int) -> str | None:
 def _describe(operands: Operands, call: Call) -> str:
     """What must be the same on all ranks, in words."""
     x, ids, weights = operands.x, operands.ids, operands.weights
+    back = engines.combiner(call.engine).row_dtype(x.dtype)
     return (
         f"{call.sharding.num_experts} experts, x [T, {', '.join(map(str, x.shape[1:]))}] {x.dtype}, "
-        f"ids [T, {', '.join(map(str, ids.shape[1:]))}], weights {weights.dtype}, {call.spec}"
+        f"ids [T, {', '.join(map(str, ids.shape[1:]))}], weights {weights.dtype}, rows of {back} back, {call.spec}"
     )
 
 

@@ -89,6 +89,19 @@ class Cpu:
             grads[int(need_x)] = grads[int(need_x)].to(weights.dtype)
         return grads
 
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if _ops() is not None else dtype
+
+    def combine(self, rows, order, ids, weights, num_experts, spec):
+        ops = _ops()
+        if ops is None:
+            return get("portable").combine(rows, order, ids, weights, num_experts, spec)
+        y = torch.empty(ids.shape[0], rows.shape[1], dtype=spec.dtype)
+        order, offsets = torch.empty(ids.numel(), dtype=torch.int32), torch.empty(num_experts, dtype=torch.int32)
+        operands = (rows.contiguous(), ids.contiguous(), weights.float().contiguous(), y, order, offsets)
+        ops.combine(*operands, spec.weight_on == "input", _wanted_level())
+        return y
+
 
 def _ops():
     """The library's ops, or None where it cannot be had: a graph compiled elsewhere may be run here."""

@@ -70,6 +70,16 @@ def test_gradients_accumulate(group_of, ranks):
     check(group_of, Block((5, 3, 0, 2)[:ranks], steps=2))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [(40, 25), (40, 0, 25)], ids=str)
+def test_the_cpu_engine_has_the_bits_of_one_process_too(group_of, dtype, tokens):
+    check(group_of, Block(tokens, dtype=dtype, k=4, hidden=72, bias=True, engine="cpu", route="spread", exact=False))
+
+
+def test_the_cpu_engine_with_sentinels_and_weights_on_the_input(group_of):
+    check(group_of, Block((40, 25), k=4, engine="cpu", weight_on="input", route="sentinels", exact=False))
+
+
 def test_the_functional_layer(group_of):
     block = Block((5, 3, 0))
     received = group_of(3).run(ep_block.by_hand, block)
