@@ -56,7 +56,27 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
         if any(site.status == "fused" for site in inner):
             translate_policy(body)
         sites += [(order[node], site) for site in inner]
+    sites += [(order[node], site) for node in gm.graph.nodes for site in _out_of_reach(node, gm)]
     return [site for _, site in sorted(sites, key=lambda pair: pair[0])]
+
+
+def _out_of_reach(node: fx.Node, gm: fx.GraphModule) -> list[Site]:
+    """The blocks in the bodies of a higher-order op that are left as they are: the branches of `torch.cond`, say."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+        return []
+    names = [arg.target for arg in node.all_input_nodes if arg.op == "get_attr"]
+    bodies = [body for name in names if isinstance(body := getattr(gm, name, None), fx.GraphModule)]
+    detail = f"the block is inside of {node.target.name()}, whose bodies are left as they are"
+    sites = []
+    for name, body in zip(names, bodies, strict=False):
+        found = _analyse(body)
+        for anchors in [site.anchors for site in (*found.blocks, *found.misses)]:
+            where = location(anchors)
+            sites.append(Site("missed", "no-match", detail, where, node=node.name, subgraph=name))
+        sites += [site for inner in body.graph.nodes for site in _out_of_reach(inner, body)]
+    return sites
 
 
 def _analyse(gm: fx.GraphModule) -> Analysis:
@@ -73,7 +93,7 @@ def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
     *_, spec, engine = node.args
     looped = f"{os.sep}integrations{os.sep}loops.py" in (node.meta.get("stack_trace") or "")
     detail = "traced from a Python loop over the experts" if looped else "the model calls the op itself"
-    site = Site("fused", None, detail, location(node), ExpertsSpec.from_json(spec), engine)
+    site = Site("fused", None, detail, location((node,)), ExpertsSpec.from_json(spec), engine)
     site.node = node.name
     if ops.is_block(node.target, router=True):
         site.router = RouterSpec.from_json(node.args[10])
@@ -188,18 +208,19 @@ def _missed(miss: Miss) -> Site:
     source = source_of(miss.at)
     code = f": {source.code}" if source is not None and source.code else ""
     detail = f"{miss.detail} (at {miss.at.name}{code})"
-    return Site("missed", miss.reason, detail, location(miss.anchors[0], miss.at), node=miss.at.name)
+    return Site("missed", miss.reason, detail, location(miss.anchors, miss.at), node=miss.at.name)
 
 
 def _where(block: Block) -> str:
-    return location(block.anchors[0] if block.anchors else block.final)
+    return location(block.anchors or (block.final,))
 
 
-def location(node: fx.Node, at: fx.Node | None = None) -> str:
-    """Module path, class, and the source line that `node` comes from (or `at`, where that is more to the point)."""
-    path, cls = module_of(node)
+def location(nodes: Sequence[fx.Node], at: fx.Node | None = None) -> str:
+    """Path and class of the module around `nodes`, and the source line of the first of them (or of `at`, where that is
+    more to the point)."""
+    path, cls = module_of(*nodes)
     where = f"{path} [{cls}]" if path else "(no module)"
-    source = (source_of(at) if at is not None else None) or source_of(node)
+    source = (source_of(at) if at is not None else None) or source_of(nodes[0])
     return where if source is None else f"{where} {source}"
 
 

@@ -459,12 +459,13 @@ def _node_of(value: Value, view: View, otherwise: fx.Node) -> fx.Node:
     return next((node for node, made in view.made.items() if value in made), otherwise)
 
 
-def module_of(node: fx.Node) -> tuple[str, str]:
-    """Path and class name of the innermost module that `node` was traced in; empty where there is none."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
+def module_of(*nodes: fx.Node) -> tuple[str, str]:
+    """Path and class name of the innermost module that all `nodes` were traced in; empty where there is none."""
+    stacks = [list((node.meta.get("nn_module_stack") or {}).values()) for node in nodes]
+    shared = [entries[0] for entries in zip(*stacks, strict=False) if len({str(path) for path, _ in entries}) == 1]
+    if not shared:
         return "", ""
-    path, cls = list(stack.values())[-1]
+    path, cls = shared[-1]
     path = re.sub(r"^L\['\w+'\]\.?", "", path)  # the variable that held the model
     return path, getattr(cls, "__name__", str(cls).rpartition(".")[2])
 

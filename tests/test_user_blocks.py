@@ -426,3 +426,37 @@ def test_one_detail_wrong(block):
     except RuntimeError as error:  # OtherMask: as many rows as hits, or an error in eager too
         assert block is OtherMask and "size" in str(error)
     assert fused.report.fused == 0 and "verify" not in fused.reasons, fused.report
+
+
+def test_a_block_is_called_by_the_module_around_its_experts():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([WhereIndexAdd(), Dense()])
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    fused = check_fused(Layers(), tokens(), fused=2, tolerance=1e-9)
+    assert [site.location.split(" /")[0] for site in fused.report.sites] == [
+        "layers.0 [WhereIndexAdd]",
+        "layers.1 [Dense]",
+    ]
+
+
+def test_a_block_in_a_branch_of_the_graph_is_named():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Dense()
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, self.block, lambda x: x * 2, (x,))
+
+    model, x = Branch(), tokens().detach()
+    fused = Fused(model)
+    with torch.no_grad():
+        assert torch.equal(fused(x), model(x))
+    (site,) = fused.report.sites
+    assert (site.status, site.reason) == ("missed", "no-match") and "cond" in site.detail
+    assert site.location.startswith("block [Dense]")
