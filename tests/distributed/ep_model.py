@@ -273,3 +273,27 @@ def with_fsdp(ep, replicate=False):
     optimizer.step(), other.step()
     for name, parameter in model.named_parameters():
         close(parameter.full_tensor().detach(), reference.get_parameter(name).detach(), name)
+
+
+def hugging_faces_own(implementation, compiled):
+    """Expert parallelism as transformers does it, whose ranks share their tokens. ``all_reduce``: each masks the routes
+    to experts that it does not hold, and the outputs are summed. ``all_to_all``: each sends its part of the routes.
+    Returns how many blocks were fused and why others were not."""
+    import hf
+    from harness import Fused
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    model, ids = hf.make("mixtral", num_hidden_layers=1)
+    reference = copy.deepcopy(model)
+    whole = mesh()["ep"]
+    experts = "model.layers.0.mlp.experts"
+    styles = {f"{experts}.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+    apply_expert_parallelism(model, whole, whole, {**styles, experts: "ep_dispatch_experts"}, implementation)
+    run = Fused(model, fullgraph=False, verify=False) if compiled else model
+    found = run(input_ids=ids).logits
+    found.square().sum().backward()
+    wanted = reference(input_ids=ids).logits
+    wanted.square().sum().backward()
+    close(found.detach(), wanted.detach(), "logits")
+    same_gradients(model, reference)
+    return (run.report.fused, str(run.report)) if compiled else None

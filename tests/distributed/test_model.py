@@ -66,3 +66,11 @@ def test_the_full_model_can_be_saved(group_of, tmp_path):
 @pytest.mark.parametrize("ranks, ep", [(2, 2), (4, 2)])
 def test_fsdp(group_of, ranks, ep):
     group_of(ranks).run(ep_model.with_fsdp, ep)
+
+
+@pytest.mark.parametrize("implementation", ["all_reduce", "all_to_all"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_expert_parallelism_of_hugging_face(group_of, implementation, compiled):
+    """It keeps working, and its experts are fused with the op of one rank."""
+    said = group_of(2).run(ep_model.hugging_faces_own, implementation, compiled)
+    assert not compiled or all(fused == 1 for fused, _ in said), said
