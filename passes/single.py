@@ -744,8 +744,9 @@ def _weigh_output(fact: Output, by: Value, other: Fact | None, value: Value) -> 
         return fact
     if isinstance(other, Share) and _column_of(other.hits, hits, value):
         return Output(_weighted(rows, RowWeight(other.weights, hits.ids, hits)))
-    if other is None and isinstance(by, Value) and by.meta.dtype.is_floating_point and same(by.meta.shape[-1], 1):
-        weight = _from_column(by, hits) if len(by.meta.shape) == len(value.meta.shape) else None
+    alike = isinstance(by, Value) and len(by.meta.shape) == len(value.meta.shape)
+    if other is None and alike and by.meta.dtype.is_floating_point and same(by.meta.shape[-1], 1):
+        weight = _from_column(by, hits)
         if weight is not None:
             return Output(_weighted(rows, weight))
     raise Break("no-match", "what an expert adds is multiplied by something else than its routing weights")

@@ -272,6 +272,9 @@ def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Project
     if any(p.weight.shape != (experts, hidden, columns) for p in ups):
         shapes = [tuple(p.weight.tensors[0].meta.shape) for p in (*ups, down)]
         raise Break("shape", f"the shapes of up and down projection do not fit one expert MLP: {shapes}")
+    parts = [part for p in (*ups, down) for part in (p.weight.stored, p.bias) if part is not None]
+    if len({isinstance(part, tuple) for part in parts}) > 1:
+        raise Break("layout", "some weights or biases are stacked, others are one tensor for each expert")
     if any(len(set(map(_form, p.weight.tensors))) > 1 for p in (*ups, down)):
         raise Break("shape", "the experts' weights have different shapes")
     shape = rows.x.meta.shape

@@ -26,6 +26,7 @@ import torch._dynamo
 from corpus import CASES, Case
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +81,8 @@ class _Examples(fx.Interpreter):
 
 def trace(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> None:
     """Fresh example values for all nodes of `gm`; raises what the graph raises."""
-    with FakeTensorMode() as mode, grad_mode_kept():
+    # Sizes that only the data tells are symbols, as in Dynamo; all others are numbers.
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, grad_mode_kept():
         _Examples(gm).run(*used(tuple(map(mode.from_tensor, inputs))))
 
 

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from blocks import HIDDEN, TOKENS, Biased, Fixed, K, routing, tokens
-from harness import Fused, assert_close, check_fused, check_refused, twin
+from harness import Fused, assert_close, check_fused, check_refused, compare, twin
+from test_user_blocks import HIDDEN as WRITTEN_HIDDEN
+from test_user_blocks import DenseWhere, StackedWeights
+from torch.nn import functional as F
 
 
 def problem():
@@ -290,3 +293,38 @@ class OperandsWrittenLater(Fixed):
 
 def test_operands_that_are_written_after_the_block():
     check_fused(OperandsWrittenLater(), *problem(), verify=False)
+
+
+class SharedMatrix(StackedWeights):
+    """Two experts have one up projection in common: one tensor for each expert, but the down projection is stacked."""
+
+    def mix(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.up[max(e, 1)]).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None]
+            out = out.index_add(0, token, rows)
+        return out
+
+
+def test_one_matrix_for_two_experts(caplog):
+    x = torch.randn(9, WRITTEN_HIDDEN, dtype=torch.float64, requires_grad=True)
+    check_refused(SharedMatrix(), x, reason="layout", detail="stacked", verify=False)
+    assert "please report" not in caplog.text
+
+
+class ScaledBySum(DenseWhere):
+    """What an expert adds is scaled by a number without dimensions."""
+
+    def add(self, out, x, ids, weights, e, expert):
+        kept = torch.where((ids == e).any(-1, keepdim=True), expert(x), 0.0)
+        return out + kept * kept.sum() * (weights * (ids == e)).sum(-1, keepdim=True)
+
+
+def test_a_number_among_the_weights(caplog):
+    x = torch.randn(9, WRITTEN_HIDDEN, dtype=torch.float64, requires_grad=True)
+    model = ScaledBySum()
+    fused = Fused(model, verify=False)
+    compare(model, fused, x)
+    assert fused.report.fused == 0 and "please report" not in caplog.text
