@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mok_compile import activation as act
@@ -53,11 +54,12 @@ aten = torch.ops.aten
 
 
 class Break(Exception):
-    """The proof stops: `reason` is a reason code, `detail` a sentence."""
+    """The proof stops: `reason` is a reason code, `detail` a sentence, `at` the node to name if it is another than the
+    one that is looked at."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, at: fx.Node | None = None) -> None:
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.at = reason, detail, at
 
 
 class Facts:

@@ -137,7 +137,7 @@ def analyse(graph: fx.Graph) -> Analysis:
             blocks.append(_block(final, view, facts))
         except Break as stop:
             for anchor in _anchors_of(final, view, facts):
-                broken[anchor] = (stop, final)
+                broken[anchor] = (stop, stop.at or final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
     return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
@@ -367,10 +367,11 @@ def _check_interior(final: fx.Node, region: set[fx.Node], view: View, facts: Fac
             if user in region:
                 continue
             if "hook" in str(user.target):
-                raise Break("hooks", f"a hook sits on {node.name}, a value inside the block")
+                raise Break("hooks", f"a hook sits on {node.name}, a value inside the block", user)
             returned = "is returned from the graph: the model, a hook or a recorder keeps it"
             what = returned if user.op == "output" else f"is read outside of it, by {user.name}"
-            raise Break("interior-use", f"{node.name}, a value inside the block, {what}")
+            reader = node if user.op == "output" else user
+            raise Break("interior-use", f"{node.name}, a value inside the block, {what}", reader)
 
 
 def _anchors_of(final: fx.Node, view: View, facts: Facts) -> list[fx.Node]:

@@ -2,6 +2,8 @@
 the numbers of eager. Many are one step away from a spelling that is fused, or fit only because two sizes happen to be
 equal. All run with mok.verify, and none may be refused only by it."""
 
+import inspect
+
 import pytest
 import torch
 from blocks import (
@@ -915,3 +917,32 @@ def test_operands_that_the_op_refuses_are_a_miss(monkeypatch):
     torch._dynamo.reset()
     torch.compile(Moe(), backend=lambda gm, inputs: plain.append(gm) or gm.forward, dynamic=False)(tokens())
     assert len(refused.graphs[0].graph.nodes) == len(plain[0].graph.nodes)
+
+
+def test_a_hook_that_reads_an_interior_value_is_named_by_its_own_line():
+    class Activation(torch.nn.Module):
+        def forward(self, h):
+            gate, up = h.chunk(2, -1)
+            return torch.nn.functional.silu(gate) * up
+
+    class Watched(Moe):
+        def __init__(self):
+            super().__init__()
+            self.act = Activation()
+
+        def activate(self, h):
+            return self.act(h)
+
+    norms = []
+
+    def watch(module, args, out):
+        norms.append(out.norm())  # the line to be named
+
+    model = Watched()
+    model.act.register_forward_hook(watch)
+    fused = Fused(model, verify=False)
+    fused(tokens())
+    (site,) = fused.report.sites
+    line = inspect.getsourcelines(watch)[1] + 1
+    assert site.reason == "interior-use" and site.location.endswith(f"test_refusals.py:{line}"), site.location
+    assert "norms.append(out.norm())" in site.detail
