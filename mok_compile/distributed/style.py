@@ -109,8 +109,10 @@ def _forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: tor
     down_bias = [_local(module, binding.down_bias)] if binding.down_bias else []
     flat = x.reshape(-1, x.shape[-1]).to(down[0].dtype)
     how = _call_of(module, x.dtype, weights.dtype, down[0].dtype, x.device)
-    y = torch.ops.mok.experts_parallel(flat, ids, weights, up, down, up_bias, down_bias, *how)[0]
-    return y.view(x.shape)
+    operands = (flat, ids, weights, up, down, up_bias, down_bias, *how)
+    if torch.is_grad_enabled():
+        return torch.ops.mok.experts_parallel(*operands)[0].view(x.shape)
+    return torch.ops.mok.experts_parallel_infer(*operands).view(x.shape)
 
 
 def _local(module: nn.Module, name: str) -> torch.Tensor:

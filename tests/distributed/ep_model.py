@@ -246,14 +246,50 @@ def full_state(folder):
     dist.barrier()
 
 
-def with_fsdp(ep, replicate=False):
+def without_gradients(how):
+    """Inference: the op that saves nothing, and the bits of training."""
+    model = spread(layer(), mesh()["ep"])
+    x = tokens(dist.get_world_size())[dist.get_rank()]
+    wanted = model(x).detach()
+    called = []
+
+    def count(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if "mok." in str(node.target))
+        return graph.forward
+
+    run = model if how == "eager" else torch.compile(model, backend=count, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(run(x), wanted)
+    with torch.inference_mode():
+        assert torch.equal(run(x), wanted)
+    assert how == "eager" or set(called) == {"mok.experts_parallel_infer"}, called
+
+
+def saved_nothing():
+    """After partitioning the op becomes the one that saves nothing where nobody reads what it saves."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from mok_compile.passes.infer import drop_saved_outputs
+
+    model = spread(layer(), mesh()["ep"])
+    x = tokens(dist.get_world_size())[dist.get_rank()]
+    wanted = model(x)
+    graph = make_fx(lambda x: model(x).detach())(x)
+    assert drop_saved_outputs(graph.graph) == 1
+    graph.recompile()
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert "mok.experts_parallel_infer.default" in names and "mok.experts_parallel.default" not in names
+    assert torch.equal(graph(x), wanted)
+
+
+def with_fsdp(ep, experts=6):
     """Experts over `ep` ranks and FSDP2 over the others; everything else FSDP2 over all ranks."""
     from torch.distributed.fsdp import fully_shard
 
     ranks = dist.get_world_size()
     both = mesh(ranks // ep, ep, names=("dp", "ep"))
     everybody = both._flatten("everybody") if both.size() > 1 else both
-    model, reference = layer(), layer()
+    model, reference = layer(experts), layer(experts)
     spread(model, both["ep"])
     fully_shard(model.experts, mesh=both["dp"])
     fully_shard(model, mesh=everybody)

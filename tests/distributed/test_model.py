@@ -63,9 +63,18 @@ def test_the_full_model_can_be_saved(group_of, tmp_path):
     group_of(2).run(ep_model.full_state, str(tmp_path))
 
 
-@pytest.mark.parametrize("ranks, ep", [(2, 2), (4, 2)])
-def test_fsdp(group_of, ranks, ep):
-    group_of(ranks).run(ep_model.with_fsdp, ep)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_inference(group_of, how):
+    group_of(2).run(ep_model.without_gradients, how)
+
+
+def test_what_nobody_reads_is_not_saved(group_of):
+    group_of(2).run(ep_model.saved_nothing)
+
+
+@pytest.mark.parametrize("ranks, ep, experts", [(2, 2, 6), (4, 2, 6), (4, 2, 5)])
+def test_fsdp(group_of, ranks, ep, experts):
+    group_of(ranks).run(ep_model.with_fsdp, ep, experts)
 
 
 @pytest.mark.parametrize("implementation", ["all_reduce", "all_to_all"])
