@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +32,9 @@ log = logging.getLogger("mok_compile")
 
 # The ABI version that libraries ask of torch: 2.10, whichever torch they are built with.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
+# A file beside a built library: what the compiler said of kernels that will be slow.
+SLOW = "slow.txt"
+SPILLED_BYTES = 16  # a thread may spill without being called slow
 
 
 class BuildError(RuntimeError):
@@ -133,7 +137,7 @@ def _sm90() -> Target:
         wants="nvcc of CUDA 12.8 or newer (the variable CUDA_HOME names its folder)",
         flags=(
             *("-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", STABLE_ABI, "-DUSE_CUDA"),
-            *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *("-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"),
             *("-isystem", _torch_path("include"), "-isystem", _torch_path("include/torch/csrc/api/include")),
         ),
         # Its own CUDA runtime, and nothing of libtorch's CUDA part: a torch without CUDA builds it too.
@@ -236,7 +240,7 @@ def build_all() -> list[tuple[str, Path | str]]:
 
 def prebuild(into: str | os.PathLike) -> list[Path]:
     """Builds every library that this machine has a compiler for into the folder `into`, for a wheel. BuildError if one
-    fails, or if there is none."""
+    fails, if the compiler makes slow kernels (a build at first use only warns of that), or if there is none."""
     into = Path(into)
     into.mkdir(parents=True, exist_ok=True)
     built = []
@@ -245,6 +249,8 @@ def prebuild(into: str | os.PathLike) -> list[Path]:
             log.warning("mok-compile: leaving out the library %s: %s", name, reason)
             continue
         library, goal = _found(name) or _build(name), _prebuilt(name, into)
+        if (slow := library.parent / SLOW).exists():
+            raise BuildError(f"the compiler makes slow {name} kernels: {slow.read_text()}")
         if library.resolve() != goal.resolve():
             shutil.copy(library, goal)
         built.append(goal)
@@ -269,9 +275,12 @@ def _build(name: str) -> Path:
                 shutil.rmtree(work, ignore_errors=True)
                 try:
                     work.mkdir()
-                    _run_ninja(target(name), work)
+                    slow = slow_code(_run_ninja(target(name), work))
                     for leftover in [p for p in work.iterdir() if p.suffix != ".so"]:
                         leftover.unlink()
+                    if slow:
+                        log.warning("mok-compile: this compiler makes slow kernels: %s", "; ".join(slow))
+                        (work / SLOW).write_text("\n".join(slow))
                     work.rename(entry)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
@@ -293,7 +302,24 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_ninja(what: Target, work: Path) -> None:
+def slow_code(output: str) -> list[str]:
+    """What ptxas says of kernels that will be slow: registers spilled to memory (a few, kept over a whole tile, cost
+    nothing), tensor-core instructions that wait for one another (C75xx) or that it refuses to overlap (C76xx). One line
+    each, with the kernel's mangled name."""
+    found, kernel = [], "?"
+    for line in output.splitlines():
+        if name := re.search(r"(?:Compiling entry function|Function properties for) '?(\w+)", line):
+            kernel = name[1]
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        if spilled and max(map(int, spilled.groups())) > SPILLED_BYTES:
+            found.append(f"{kernel}: {spilled[0]}")
+        elif re.search(r"\bC7[56]\d\d\b", line):
+            found.append(line.strip())
+    return found
+
+
+def _run_ninja(what: Target, work: Path) -> str:
+    """Builds in `work` and returns what the compilers said."""
     (work / "build.ninja").write_text(_ninja_file(what))
     ninja = subprocess.Popen(
         [_ninja(), "-C", str(work)],
@@ -313,6 +339,7 @@ def _run_ninja(what: Target, work: Path) -> None:
         log.warning("mok-compile: the compiler's output:\n%s", output[-4000:])
         first = next((line for line in output.splitlines() if "error:" in line), "see the compiler's output")
         raise BuildError(f"building the {what.name} kernels failed: {first.strip()}")
+    return output
 
 
 def _ninja_file(what: Target) -> str:

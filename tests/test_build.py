@@ -137,6 +137,34 @@ def test_prebuild(tiny, tmp_path):
     assert re.fullmatch(r"libmok_cpu-[0-9a-f]{16}\.so", out) and (tmp_path / "lib" / out).exists()
 
 
+@needs_compiler
+def test_slow_kernels_warn_a_user_and_stop_a_wheel(tiny, tmp_path):
+    tiny.source.write_text('#pragma message("C7510: wgmma is serialized")\n' + tiny.source.read_text())
+    out, err = tiny(LOAD)
+    assert Path(out).exists() and "slow kernels" in err and "C7510" in err
+    out, _ = tiny(f"""
+try:
+    build.prebuild({str(tmp_path / "lib")!r})
+except build.BuildError as error:
+    print(error)
+""")
+    assert "slow" in out and "C7510" in out
+
+
+def test_what_counts_as_slow_code():
+    quiet = """
+ptxas info    : Compiling entry function '_Z4goodv' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+    spilling = quiet.replace("good", "evil").replace("0 bytes spill loads", "48 bytes spill loads")
+    warning = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert build.slow_code(quiet + spilling.replace("48", "8")) == []
+    assert build.slow_code(quiet + spilling + warning) == [
+        "_Z4evilv: 0 bytes spill stores, 48 bytes spill loads",
+        warning,
+    ]
+
+
 def test_failing_build_means_one_warning_and_the_portable_engine(monkeypatch, caplog):
     def fail(name):
         raise build.BuildError("no luck today")

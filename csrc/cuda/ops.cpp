@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -70,8 +71,8 @@ int64_t score_rows(int64_t inner) { return score_tiles({0, 0, inner, 0, 0}); }
 
 // y, h (if given), order, offsets; plan, counts, a and rows are scratch.
 void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias, MaybeTensor down_bias,
-                int64_t layout, Doubles activation, Tensor y, MaybeTensor h, Tensor order, Tensor offsets, Tensor plan,
-                Tensor counts, Tensor a, Tensor rows, int64_t stream) {
+                int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h, Tensor order,
+                Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
   const Plan p = plan_of(plan, order, offsets, sizes);
   require(schedule(
@@ -81,6 +82,7 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, T
   require(forward({sizes,
                    dtype_of(x),
                    layout_of(layout),
+                   transposed,
                    activation_of(activation),
                    p,
                    x.data_ptr(),
@@ -97,39 +99,60 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, T
                   stream_of(stream)));
 }
 
-// Fills the plan, dh, the weighted activation a and dscore.
-void down_grad_op(Tensor dy, Tensor ids, Tensor weights, Tensor down, int64_t layout, Doubles activation, Tensor h,
-                  Tensor order, Tensor offsets, Tensor plan, Tensor dh, Tensor a, Tensor dscore, int64_t stream) {
-  const Sizes sizes = sizes_of(dy, ids, down);
-  const Plan p = plan_of(plan, order, offsets, sizes);
-  require(replan(sizes, p, stream_of(stream)));
-  require(down_grad({sizes, dtype_of(dy), layout_of(layout), activation_of(activation), p, dy.data_ptr(),
-                     down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data_ptr(), a.data_ptr(),
-                     static_cast<float*>(dscore.data_ptr())},
-                    stream_of(stream)));
+// A weight gradient's operands: `dense` [S, columns], of which the columns from `first` on count, by sorted row, and
+// `gathered` [T, columns] by token.
+struct Outer {
+  const void* dense;
+  int64_t dense_columns, dense_stride, first;
+  const Tensor& gathered;
+};
+
+// out = per expert the sum over its rows of dense outer gathered, or the other way round.
+void outer(const Outer& in, bool dense_first, const Sizes& sizes, const Plan& plan, const Tensor& out, int ticket,
+           int64_t stream) {
+  const void* const dense = static_cast<const char*>(in.dense) + 2 * in.first;
+  const void* const gathered = in.gathered.data_ptr();
+  const int64_t columns = in.gathered.size(1);
+  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense_first ? dense : gathered,
+                       dense_first ? gathered : dense, dense_first ? in.dense_columns : columns,
+                       dense_first ? columns : in.dense_columns, in.dense_stride, !dense_first, out.data_ptr(), ticket},
+                      stream_of(stream)));
 }
 
-// rows = dh @ up; then dx, if given, and dweights, if given.
-void up_grad_op(Tensor dh, Tensor ids, Tensors up, Tensor down, int64_t layout, Tensor order, Tensor offsets,
-                Tensor plan, Tensor dscore, MaybeTensor rows, MaybeTensor dx, MaybeTensor dweights, int64_t stream) {
-  const Sizes sizes{ids.size(0), down.size(1), down.size(2), down.size(0), ids.size(1)};
+// The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
+// activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
+void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
+                 bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan, Tensor dh,
+                 Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights, Tensors dup, MaybeTensor ddown,
+                 int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down);
   const Plan p = plan_of(plan, order, offsets, sizes);
+  const Dtype dtype = dtype_of(x);
+  STD_TORCH_CHECK(scratch.numel() >= sizes.slots() * std::max(sizes.hidden, sizes.inner),
+                  "mok-compile, sm90 engine: backward needs more room");
+  require(replan(sizes, p, stream_of(stream)));
+  require(down_grad({sizes, dtype, layout_of(layout), transposed, activation_of(activation), p, dy.data_ptr(),
+                     down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data_ptr(),
+                     scratch.data_ptr(), static_cast<float*>(dscore.data_ptr())},
+                    stream_of(stream)));
+  if (ddown) outer({scratch.data_ptr(), sizes.inner, sizes.inner, 0, dy}, transposed, sizes, p, *ddown, 3, stream);
   CombineArguments sum{};
   sum.sizes = sizes;
-  sum.dtype = sum.out_dtype = dtype_of(dh);
+  sum.dtype = sum.out_dtype = dtype;
   sum.plan = p;
   if (dx) {
     require(up_grad({sizes,
-                     dtype_of(dh),
+                     dtype,
                      layout_of(layout),
+                     transposed,
                      p,
                      dh.data_ptr(),
                      {data_of(up, 0), data_of(up, 1)},
-                     rows->data_ptr(),
+                     scratch.data_ptr(),
                      0,
                      sizes.hidden},
                     stream_of(stream)));
-    sum.rows = rows->data_ptr();
+    sum.rows = scratch.data_ptr();
     sum.out = dx->data_ptr();
     sum.columns = sum.out_stride = sizes.hidden;
   }
@@ -139,20 +162,11 @@ void up_grad_op(Tensor dh, Tensor ids, Tensors up, Tensor down, int64_t layout, 
     sum.dweights = dweights->data_ptr();
     sum.weights_dtype = dtype_of(*dweights);
   }
-  require(combine(sum, stream_of(stream)));
-}
-
-// out [E, M, N] = sum over each expert's rows of left[row, m] outer right[row, n]. One side is gathered by token; of
-// the other only the columns from first_column on count.
-void weight_grad_op(Tensor left, Tensor right, bool left_gathered, int64_t first_column, Tensor ids, Tensor order,
-                    Tensor offsets, Tensor plan, Tensor out, int64_t ticket, int64_t stream) {
-  const Sizes sizes{ids.size(0), 0, 0, out.size(0), ids.size(1)};
-  const Tensor& dense = left_gathered ? right : left;
-  const void* const from = static_cast<const char*>(dense.data_ptr()) + 2 * first_column;
-  require(weight_grad({sizes, dtype_of(left), plan_of(plan, order, offsets, sizes),
-                       left_gathered ? left.data_ptr() : from, left_gathered ? from : right.data_ptr(), out.size(1),
-                       out.size(2), dense.size(1), left_gathered, out.data_ptr(), int(ticket)},
-                      stream_of(stream)));
+  if (dx || dweights) require(combine(sum, stream_of(stream)));
+  const int64_t columns = dh.size(1) / std::max<int64_t>(1, dup.size());
+  for (size_t i = 0; i < dup.size(); ++i)
+    outer({dh.data_ptr(), columns, dh.size(1), int64_t(i) * columns, x}, !transposed, sizes, p, dup[i], 4 + int(i),
+          stream);
 }
 
 }  // namespace
@@ -163,18 +177,13 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def("score_rows(int inner) -> int");
   m.def(
       "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, Tensor? down_bias, "
-      "int layout, float[] activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!) order, Tensor(d!) offsets, "
-      "Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, int stream) -> ()");
+      "int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!) order, "
+      "Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, int stream) -> ()");
   m.def(
-      "down_grad(Tensor dy, Tensor ids, Tensor weights, Tensor down, int layout, float[] activation, Tensor h, "
-      "Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, Tensor(c!) a, Tensor(d!) dscore, int stream) -> "
-      "()");
-  m.def(
-      "up_grad(Tensor dh, Tensor ids, Tensor[] up, Tensor down, int layout, Tensor order, Tensor offsets, "
-      "Tensor(a!) plan, Tensor dscore, Tensor(b!)? rows, Tensor(c!)? dx, Tensor(d!)? dweights, int stream) -> ()");
-  m.def(
-      "weight_grad(Tensor left, Tensor right, bool left_gathered, int first_column, Tensor ids, Tensor order, "
-      "Tensor offsets, Tensor(a!) plan, Tensor(b!) out, int ticket, int stream) -> ()");
+      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
+      "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
+      "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
+      "Tensor(i!)? ddown, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
@@ -185,9 +194,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
-  m.impl("down_grad", TORCH_BOX(&down_grad_op));
-  m.impl("up_grad", TORCH_BOX(&up_grad_op));
-  m.impl("weight_grad", TORCH_BOX(&weight_grad_op));
+  m.impl("backward", TORCH_BOX(&backward_op));
 }
 
 }  // namespace mok::sm90

@@ -14,7 +14,7 @@ from mok_compile.grouped import empty_as, grouped_sum
 from mok_compile.spec import ExpertsSpec
 
 # In the order of `Layout` and `Activation::Kind` in csrc/cuda/sm90/arguments.h.
-LAYOUTS = ("concat", "separate", "single")
+LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
@@ -45,11 +45,14 @@ class Sm90:
         return reason
 
     def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
-        ops = _ops(x, ids, weights, up, down, spec)
-        if ops is None:
+        transposed = _ready(x, ids, weights, up, down, spec)
+        if transposed is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
-        x, ids, weights = _aligned(x), _ids(ids), weights.contiguous()
-        up_bias, down_bias = [_aligned(b) for b in up_bias], [_aligned(b) for b in down_bias]
+        ops = torch.ops.mok_sm90
+        ids, weights = _ids(ids), weights.contiguous()
+        if spec.weight_on == "input":
+            x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
+        x, up_bias, down_bias = _aligned(x), [_aligned(b) for b in up_bias], [_aligned(b) for b in down_bias]
         (tokens, hidden), slots = x.shape, ids.numel()
         num_experts, _, inner = down[0].shape
         y = x.new_empty(x.shape, dtype=spec.dtype)
@@ -61,58 +64,75 @@ class Sm90:
         counts = _int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
         a, rows = x.new_empty(slots, inner), x.new_empty(slots, hidden)
         operands = (x, ids, weights, up, down[0], up_bias, down_bias[0] if down_bias else None)
+        layout, activation = _how(spec)
         with torch.cuda.device(x.device):
-            ops.forward(*operands, *_how(spec), y, h, order, offsets, plan, counts, a, rows, _stream(x))
+            scratch = (plan, counts, a, rows)
+            ops.forward(*operands, layout, transposed, activation, y, h, order, offsets, *scratch, _stream(x))
         return y, h, order, offsets
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
-        ops = _ops(x, ids, weights, up, down, spec)
-        if ops is None or ids.numel() == 0:
+        transposed = _ready(x, ids, weights, up, down, spec)
+        if transposed is None or ids.numel() == 0:
             return get("portable").backward(
                 dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
             )
+        ops = torch.ops.mok_sm90
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
-        ids, top_k, slots = _ids(ids), ids.shape[1], ids.numel()
-        x, h, dy, weights = _aligned(x), _aligned(h), _aligned(dy.to(x.dtype)), weights.contiguous()
+        ids, h, dy, weights = _ids(ids), _aligned(h), _aligned(dy.to(x.dtype)), weights.contiguous()
+        routed, on_input = (x, weights), spec.weight_on == "input"
+        if on_input:
+            x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
+        x = _aligned(x)
         num_experts, hidden, inner = down[0].shape
+        slots, top_k = ids.numel(), ids.shape[1]
+        plan = _int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
+        dh = torch.empty_like(h)
+        score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
+        dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
+        dweights = torch.empty_like(weights) if need_weights and not on_input else None
+        down_grads = [empty_as(w) for w in down] if need_down else []
+        up_grads = [empty_as(w) for w in up] if need_up else []
+        # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
+        room = slots * max(hidden, inner)
+        scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
         layout, activation = _how(spec)
-        stream = _stream(x)
         with torch.cuda.device(x.device):
-            plan = _int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
-            dh, a = torch.empty_like(h), x.new_empty(slots, inner)
-            score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
-            grad = (dy, ids, weights, down[0], layout, activation, h, order, offsets)
-            ops.down_grad(*grad, plan, dh, a, score, stream)
+            how = (layout, transposed, activation)
+            grads = (dx, dweights, up_grads, down_grads[0] if need_down else None)
+            saved = (h, order, offsets)
+            ops.backward(dy, x, ids, weights, up, down[0], *how, *saved, plan, dh, scratch, score, *grads, _stream(x))
+        del scratch
+        bias_grads = []
+        if need_up_bias:
+            for b, part in zip(up_bias, dh.chunk(len(up_bias), 1), strict=True):
+                bias_grads += grouped_sum(part, offsets, b)
+        if need_down_bias:
+            slot = order.long()
+            dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
+            bias_grads += grouped_sum(dout.to(x.dtype), offsets, down_bias[0])
+        if dweights is not None and down_bias:
+            dweights += _bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
+        if on_input:
+            dx, dweights = _unweighted(dx, *routed, ids, num_experts, need_x, need_weights)
+        return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
 
-            def outer(ticket, left, right, like, *, left_gathered, first=0):
-                out = empty_as(like)
-                ops.weight_grad(left, right, left_gathered, first, ids, order, offsets, plan, out, ticket, stream)
-                return out
 
-            # The order matters for memory: `a` is gone before the rows of dx come.
-            down_grads = [outer(3, dy, a, down[0], left_gathered=True)] if need_down else []
-            del a
-            dx = torch.empty_like(x) if need_x else None
-            dweights = torch.empty_like(weights) if need_weights else None
-            if need_x or need_weights:
-                rows = x.new_empty(slots, hidden) if need_x else None
-                ops.up_grad(dh, ids, up, down[0], layout, order, offsets, plan, score, rows, dx, dweights, stream)
-                del rows
-            up_grads = []
-            if need_up:
-                up_grads = [outer(4 + i, dh, x, w, left_gathered=False, first=i * inner) for i, w in enumerate(up)]
-            bias_grads = []
-            if need_up_bias:
-                for b, part in zip(up_bias, dh.chunk(len(up_bias), 1), strict=True):
-                    bias_grads += grouped_sum(part, offsets, b)
-            if need_down_bias:
-                slot = order.long()
-                dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
-                bias_grads += grouped_sum(dout.to(x.dtype), offsets, down_bias[0])
-            if need_weights and down_bias:
-                dweights += _bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
-        grads = [g for g in (dx, dweights) if g is not None]
-        return [*grads, *up_grads, *down_grads, *bias_grads]
+def _weight_rows(ids, weights, num_experts):
+    """[T, 1] float32: the weight of each token's only slot, zero where it has no expert."""
+    return torch.where((ids >= 0) & (ids < num_experts), weights.float(), 0)
+
+
+def _weighted(x, ids, weights, num_experts):
+    """x as the experts see it where the routing weight multiplies the input of a token's only expert."""
+    return (x * _weight_rows(ids, weights, num_experts)).to(x.dtype)
+
+
+def _unweighted(dx, x, weights, ids, num_experts, need_x, need_weights):
+    """The gradients of x and weights from that of the weighted x."""
+    valid = (ids >= 0) & (ids < num_experts)
+    dweights = torch.where(valid, (dx.float() * x.float()).sum(1, keepdim=True), 0).to(weights.dtype)
+    dx = (dx * _weight_rows(ids, weights, num_experts)).to(x.dtype)
+    return dx if need_x else None, dweights if need_weights else None
 
 
 def _bias_score(dy, ids, bias):
@@ -136,12 +156,10 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
         return f"it cannot write {spec.out_dtype} from {problem.dtype}"
     if spec.layout not in LAYOUTS:
         return f"it has no kernels for the {spec.layout} layout yet"
-    if spec.weight_on != "output":
-        return "it has no kernels for routing weights on the input yet"
+    if spec.weight_on != "output" and problem.top_k != 1:
+        return f"with routing weights on the input it takes one expert per token, not {problem.top_k}"
     if not problem.stacked:
         return "it needs the experts' weights stacked in one tensor"
-    if not problem.row_major:
-        return "it needs the weights stored as [experts, out, in]"
     if problem.hidden % 8 or problem.intermediate % 8:
         return f"hidden and expert size must be multiples of 8, not {problem.hidden} and {problem.intermediate}"
     if problem.num_experts > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
@@ -152,13 +170,17 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
     return None
 
 
-def _ops(x, ids, weights, up, down, spec):
-    """The library's ops, or None where they cannot run: a graph compiled elsewhere may be run here, and the layout of
-    the weights in memory and the number of tokens are known only now."""
-    problem = Problem.of(x, ids, weights, down)
-    reason = _unsupported(spec, problem)
-    if reason is None and not all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (*up, *down)):
-        reason = "it needs the weights stored as [experts, out, in], without gaps"
+def _ready(x, ids, weights, up, down, spec) -> bool | None:
+    """Whether the weights are stored as [E, in, out] instead of [E, out, in]; None where the kernels cannot run: that
+    depends on how the weights lie in memory and on the number of tokens, and the graph may come from elsewhere."""
+    reason = _unsupported(spec, Problem.of(x, ids, weights, down))
+    tensors, transposed = (*up, *down), False
+    if reason is None and not all(w.is_contiguous() for w in tensors):
+        transposed = all(w.mT.is_contiguous() for w in tensors)
+        if not transposed:
+            reason = "it needs all weights stored as [experts, out, in], or all as [experts, in, out], without gaps"
+    if reason is None and any(w.data_ptr() % 16 for w in tensors):
+        reason = "it needs weights that start at a multiple of 16 bytes"
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
@@ -169,7 +191,7 @@ def _ops(x, ids, weights, up, down, spec):
     if reason is not None:
         warn_once(f"mok-compile: the portable engine runs in place of sm90: {reason}")
         return None
-    return torch.ops.mok_sm90
+    return transposed
 
 
 @functools.cache

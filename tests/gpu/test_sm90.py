@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mok_compile import reference
-from mok_compile.engines import Problem, get
+from mok_compile.engines import get
 from mok_compile.reference import Experts
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -37,6 +37,8 @@ class Block:
         out_dtype=None,
         routing="random",
         bias=False,
+        transposed=False,
+        weight_on="output",
         seed=0,
     ):
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -44,7 +46,11 @@ class Block:
         def normal(*shape, scale=1.0):
             return (scale * torch.randn(shape, device="cuda", generator=generator)).to(dtype)
 
-        self.spec = ExpertsSpec(activation, layout, dtype_name(out_dtype or dtype))
+        def weight(*shape):
+            values = normal(*shape, scale=shape[-1] ** -0.5)
+            return values.mT.contiguous().mT if transposed else values
+
+        self.spec = ExpertsSpec(activation, layout, dtype_name(out_dtype or dtype), weight_on)
         self.x, self.dy = normal(tokens, hidden, scale=0.5), normal(tokens, hidden).to(out_dtype or dtype)
         scores = torch.rand(tokens, experts, device="cuda", generator=generator)
         self.ids = scores.topk(top_k, 1).indices
@@ -61,8 +67,8 @@ class Block:
             self.ids = torch.full_like(self.ids, experts)
         self.weights = torch.rand(tokens, top_k, device="cuda", generator=generator).to(weights_dtype)
         parts, columns = {"separate": (2, inner), "single": (1, inner)}.get(layout, (1, 2 * inner))
-        self.up = [normal(experts, columns, hidden, scale=hidden**-0.5) for _ in range(parts)]
-        self.down = [normal(experts, hidden, inner, scale=inner**-0.5)]
+        self.up = [weight(experts, columns, hidden) for _ in range(parts)]
+        self.down = [weight(experts, hidden, inner)]
         self.up_bias = [normal(experts, columns, scale=0.1) for _ in range(parts)] if bias else []
         self.down_bias = [normal(experts, hidden, scale=0.1)] if bias else []
         self.needs = [True, True, True, True, bias, bias]
@@ -79,7 +85,7 @@ class Block:
 
     def exact(self):
         """y, h, the schedule and the gradients in float64."""
-        spec = ExpertsSpec(self.spec.activation, self.spec.layout, "float64")
+        spec = ExpertsSpec(self.spec.activation, self.spec.layout, "float64", self.spec.weight_on)
         lists = ([t.double() for t in ts] for ts in (self.up, self.down, self.up_bias, self.down_bias))
         experts = Experts.of(*lists, spec)
         x, ids, weights = self.x.double(), self.ids, self.weights.double()
@@ -140,6 +146,26 @@ SMALL = [
     {"sizes": (400, 512, 232, 8, 2), "layout": "single", "activation": "square(relu(up))", "bias": True},
     {"sizes": (400, 512, 256, 8, 2), "bias": True, "activation": OSS},
     {"sizes": (400, 512, 256, 8, 2), "dtype": torch.float16},
+    *(
+        {"sizes": sizes, "layout": "interleaved", "activation": OSS, "bias": True, "transposed": t}
+        for t in (False, True)
+        for sizes in ((400, 512, 256, 8, 2), (257, 1000, 328, 16, 3), (130, 72, 8, 4, 2))
+    ),
+    {"sizes": (300, 264, 136, 8, 2), "layout": "interleaved"},
+    {"sizes": (300, 264, 136, 8, 2), "layout": "interleaved", "dtype": torch.float16, "transposed": True},
+    *(
+        {"sizes": sizes, "layout": layout, "transposed": True}
+        for layout in ("concat", "separate")
+        for sizes in ((400, 512, 256, 8, 2), (257, 1000, 328, 16, 3), (130, 72, 8, 4, 2))
+    ),
+    {"sizes": (300, 264, 136, 8, 2), "layout": "concat", "dtype": torch.float16, "transposed": True, "bias": True},
+    {"sizes": (400, 512, 232, 8, 2), "layout": "single", "activation": "square(relu(up))", "transposed": True},
+    *(
+        {"sizes": (500, 512, 264, 16, 1), "weight_on": "input", "transposed": t, "routing": r}
+        for t in (False, True)
+        for r in ("random", "sentinel")
+    ),
+    *({"sizes": (2100, 128, 64, 2, 1), "routing": r} for r in ("random", "one")),
     {"sizes": (400, 512, 256, 8, 2), "weights_dtype": torch.bfloat16},
     {"sizes": (400, 512, 256, 8, 2), "out_dtype": torch.float32},
     *(
@@ -258,13 +284,26 @@ def test_any_view_will_do():
     assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, saved), strict=True))
 
 
-def test_transposed_weights_are_refused():
+def test_weights_keep_their_layout():
+    block = Block(100, 256, 192, 8, 2, transposed=True)
+    _, *saved = block.forward(engine)
+    grads = dict(zip(block.names(), block.backward(engine, saved), strict=True))
+    assert grads["up"].stride() == block.up[0].stride() and grads["down"].stride() == block.down[0].stride()
+
+
+def test_the_storage_of_weights_changes_no_bit():
+    plain = Block(600, 264, 200, 8, 2)
+    y, *saved = plain.forward(engine)
+    grads = plain.backward(engine, saved)
+    plain.up, plain.down = ([w.mT.contiguous().mT for w in ws] for ws in (plain.up, plain.down))
+    again, *saved = plain.forward(engine)
+    assert torch.equal(y, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain.backward(engine, saved), strict=True))
+
+
+def test_weights_with_gaps_run_on_the_portable_engine():
     block = Block(10, 64, 64, 4, 2)
-    down = [block.down[0].transpose(1, 2).contiguous().transpose(1, 2)]
-    problem = Problem.of(block.x, block.ids, block.weights, down)
-    assert "[experts, out, in]" in engine.supports(block.spec, problem)
-    assert engine.supports(block.spec, Problem.of(block.x, block.ids, block.weights, block.down)) is None
-    block.down = down
+    block.down = [torch.cat([block.down[0]] * 2, 2)[:, :, :64]]
     y, *saved = block.forward(engine)
     assert torch.equal(y, block.forward(portable)[0])
     block.backward(engine, saved)

@@ -7,6 +7,16 @@
 
 namespace mok::ptx {
 
+// Keeps the compiler from moving loads and stores across.
+__device__ __forceinline__ void order() { asm volatile("" ::: "memory"); }
+
+// a ^ b, computed where it stands: kept in registers for a whole kernel, such values take those that are short.
+__device__ __forceinline__ uint32_t xor_here(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ int load_acquire(const int* p) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -31,6 +41,21 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_pair(uint32_t address, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
+// The low half of `v`.
+__device__ __forceinline__ void store_shared_half(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(v)) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 and holds, of each
 // matrix, the elements (l / 4, 2 * (l % 4)) and (l / 4, 2 * (l % 4) + 1).
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t* m) {
@@ -47,8 +72,12 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* m) {
 }
 
 // Asynchronous copy of 16 bytes, of which only the first `bytes` are read; the rest become zero.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, uint32_t bytes) {
+__device__ __forceinline__ void copy16(uint32_t to, uint64_t from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, uint32_t bytes) {
+  copy16(to, reinterpret_cast<uint64_t>(from), bytes);
 }
 
 // Ends a group of this thread's copies.

@@ -12,7 +12,7 @@ namespace mok::sm90 {
 enum class Dtype : int { kBFloat16, kFloat16, kFloat32, kInt32, kInt64 };
 
 // How gate and up are stored, see mok_compile/spec.py. Separate weights have two base addresses, the others one.
-enum class Layout : int { kConcat, kSeparate, kSingle };
+enum class Layout : int { kConcat, kSeparate, kSingle, kInterleaved };
 
 // kind(clamp(gate)) * (clamp(up) + up_offset), see GatedForm in mok_compile/activation.py.
 struct Activation {
@@ -47,7 +47,7 @@ struct Plan {
   int* error;          // not zero once a wait has timed out
   int* tickets;        // [kTickets]
   int* num_blocks;     // 1
-  int* blocks;         // [max_blocks][4]: expert, first row, rows, unused
+  int* blocks;         // [max_blocks][4]: of the block's group: expert, first row, end of its rows, RowGroup::word
   int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] token of each sorted position
@@ -85,11 +85,14 @@ const char* schedule(const ScheduleArguments& arguments, void* stream);
 // Fills the plan from order and offsets.
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream);
 
+// `transposed`, here and below: the weights are stored as [E, in, out] instead of [E, out, in].
+//
 // rows[r] = down(activation(up(x[token of r]))) for every sorted row r; a [S, I] is scratch, h [S, N] may be null.
 struct ForwardArguments {
   Sizes sizes;
   Dtype dtype;
   Layout layout;
+  bool transposed;
   Activation activation;
   Plan plan;
   const void* x;
@@ -108,6 +111,7 @@ struct DownGradArguments {
   Sizes sizes;
   Dtype dtype;
   Layout layout;
+  bool transposed;
   Activation activation;
   Plan plan;
   const void* dy;
@@ -127,6 +131,7 @@ struct UpGradArguments {
   Sizes sizes;
   Dtype dtype;
   Layout layout;
+  bool transposed;
   Plan plan;
   const void* dh;
   const void* up[2];

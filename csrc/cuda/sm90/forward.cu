@@ -5,18 +5,21 @@
 namespace mok::sm90 {
 namespace {
 
-template <class T, bool kGated, bool kPlain>
+template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run(const ForwardArguments& in, void* stream) {
-  using Op = Forward<T, kGated, kPlain>;
+  using Op = Forward<T, kColumns, kPlain, kTransposed>;
   const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner, experts = in.sizes.experts;
   const bool separate = in.layout == Layout::kSeparate;
-  const int64_t up_rows = in.layout == Layout::kConcat ? 2 * inner : inner;
+  const bool halves = in.layout == Layout::kConcat;
+  const int64_t up_rows = halves || in.layout == Layout::kInterleaved ? 2 * inner : inner;
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
     const void* const up = in.up[separate ? i : 0];
-    if (const char* error = weight_map(&p.up[i], in.dtype, up, experts, up_rows, hidden, kTileN / 2)) return error;
+    if (const char* error = weight_map(&p.up[i], in.dtype, up, experts, up_rows, hidden, kTransposed, !kTransposed))
+      return error;
   }
-  if (const char* error = weight_map(&p.down, in.dtype, in.down, experts, hidden, inner, kTileN / 2)) return error;
+  if (const char* error = weight_map(&p.down, in.dtype, in.down, experts, hidden, inner, kTransposed, !kTransposed))
+    return error;
   if (const char* error = ragged_map(&p.a, in.dtype, in.a, in.sizes.slots(), inner, inner, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
@@ -32,7 +35,7 @@ const char* run(const ForwardArguments& in, void* stream) {
   p.activation = in.activation;
   p.hidden = int(hidden);
   p.inner = int(inner);
-  p.second = in.layout == Layout::kConcat ? int(inner) : separate ? 0 : kTileN / 2;
+  p.second = halves ? int(inner) : separate ? 0 : kTileN / 2;
   p.up_tiles = int((inner + Op::kWidth - 1) / Op::kWidth);
   p.down_tiles = int((hidden + kTileN - 1) / kTileN);
   return launch<Op>(p, stream);
@@ -40,9 +43,15 @@ const char* run(const ForwardArguments& in, void* stream) {
 
 template <class T>
 const char* choose(const ForwardArguments& in, void* stream) {
-  if (in.layout == Layout::kSingle) return run<T, false, false>(in, stream);
   const bool plain = is_plain_silu(in.activation) && !in.up_bias[0] && !in.down_bias;
-  return plain ? run<T, true, true>(in, stream) : run<T, true, false>(in, stream);
+  if (in.layout == Layout::kInterleaved)
+    return in.transposed ? run<T, Columns::kInterleaved, false, true>(in, stream)
+                         : run<T, Columns::kInterleaved, false, false>(in, stream);
+  if (in.layout == Layout::kSingle)
+    return in.transposed ? run<T, Columns::kSingle, false, true>(in, stream)
+                         : run<T, Columns::kSingle, false, false>(in, stream);
+  if (in.transposed) return run<T, Columns::kHalves, false, true>(in, stream);
+  return plain ? run<T, Columns::kHalves, true, false>(in, stream) : run<T, Columns::kHalves, false, false>(in, stream);
 }
 
 }  // namespace

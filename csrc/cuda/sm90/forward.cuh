@@ -7,21 +7,24 @@
 
 namespace mok::sm90 {
 
-// kPlain: silu(gate) * up without biases.
-template <class T, bool kGated, bool kPlain>
-struct Forward {
+// kPlain: silu(gate) * up without biases. kTransposed: weights stored as [in, out].
+template <class T, Columns kColumns, bool kPlain, bool kTransposed>
+struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
-  static constexpr bool kTransposeA = false, kTransposeB = false;
+  static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
   static constexpr bool kWaits = true, kGathers = true;
-  static constexpr int kStages = 5, kPatches = 2;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kStages = Forward::kSplit ? 4 : 5, kPatches = 2;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
-  static constexpr int kWidth = kGated ? kTileN / 2 : kTileN;
+  static constexpr int kWidth = is_gated(kColumns) ? kTileN / 2 : kTileN;
+  // Columns of h per column of `a` from one tile to the next.
+  static constexpr int kScale = kColumns == Columns::kInterleaved ? 2 : 1;
   enum Kind : int { kUp, kDown };
 
   struct Params {
-    CUtensorMap up[2], down;  // boxes of 64 x 96; gate and up of a gated tile come from up[0] and up[1]
-    CUtensorMap a;            // ragged, boxes of 64 x 128
+    // Boxes of 64 x 96, or 64 x 64 if transposed; where gate and up lie apart, they come from up[0] and up[1].
+    CUtensorMap up[2], down;
+    CUtensorMap a;  // ragged, boxes of 64 x 128
     Plan plan;
     int* error;
     int* ticket;
@@ -39,7 +42,7 @@ struct Forward {
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    const int blocks = *p.plan.num_blocks, up_tickets = blocks * p.up_tiles;
+    const int blocks = __ldg(p.plan.num_blocks), up_tickets = blocks * p.up_tiles;
     return ticket < up_tickets
                ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, steps_of(p.hidden), kWidth)
                : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, steps_of(p.inner), kTileN);
@@ -54,16 +57,26 @@ struct Forward {
       ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, kUpDone);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
-      return task.kind == kUp ? kBytesB : kBytesStage;
+      return task.kind == kUp ? Forward::kBytesB : Forward::kBytesStage;
     }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
       const bool up = task.kind == kUp;
+      const int column = up ? kScale * task.column : task.column, k = step * kTileK;
+      const int second = column + (up ? p.second : kTileN / 2);
       const uint32_t to = stage + kBytesA;
-      const int second = up ? p.second : kTileN / 2;
-      ptx::copy_box(to, up ? &p.up[0] : &p.down, step * kTileK, task.column, task.expert, barrier);
-      ptx::copy_box(to + kBytesB / 2, up ? &p.up[1] : &p.down, step * kTileK, task.column + second, task.expert,
-                    barrier);
+      const CUtensorMap *const first_map = up ? &p.up[0] : &p.down, *const second_map = up ? &p.up[1] : &p.down;
+      if constexpr (Forward::kSplit) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::copy_box(to + i * kChunk, first_map, column + i * 64, k, task.expert, barrier);
+          ptx::copy_box(to + (2 + i) * kChunk, second_map, second + i * 64, k, task.expert, barrier);
+        }
+      } else if constexpr (kTransposed) {
+        transposed_boxes(first_map, k, column, task.expert, to, barrier);
+      } else {
+        straight_boxes(first_map, second_map, k, column, second, task.expert, to, barrier);
+      }
     }
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
@@ -76,12 +89,10 @@ struct Forward {
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 1, p.hidden, thread) {}
-    __device__ __forceinline__ void step(const Params& p, const Task& task, int step, uint32_t stage) {
-      if (task.kind == kUp) this->next(p.hidden - step * kTileK, stage);
+    __device__ __forceinline__ void step(const Params& p, const Task& task, int step, int phase, uint32_t stage) {
+      if (task.kind == kUp) this->next(phase, p.hidden - step * kTileK, stage);
     }
   };
-
-  static __device__ __forceinline__ void finish_empty(const Params&, const Task&, const Warp&) {}
 
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
@@ -91,10 +102,15 @@ struct Forward {
       store_tile<T, !kPlain, kHalves>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
       return;
     }
-    if (kGated) {
-      finish_gated(p, task, acc, warp);
-    } else {
-      finish_single(p, task, acc, warp);
+    Rounded<kHalves> h;
+    add_up_bias<kHalves>(p, task, acc, warp);
+    round_tile<T, kHalves>(acc, h);
+#pragma unroll 1  // see next_half
+    for (int half = 0; half < kHalves; ++half) {
+      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
+      if (task.rows <= first) break;
+      finish_up(p, task, h[0], task.row + first + warp.line_row(), rows, warp);
+      next_half<kHalves>(h);
     }
     ptx::fence_for_async();
     __syncwarp();
@@ -104,16 +120,20 @@ struct Forward {
     }
   }
 
-  // Adds the bias of the tile's columns; a gated tile has those of up[0] in its first half and those of up[1] after it.
+  // Adds the bias of the tile's columns; where gate and up lie apart, a tile has those of up[0] in its first half and
+  // those of up[1] after it.
   template <int kHalves>
   static __device__ __forceinline__ void add_up_bias(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                      const Warp& warp) {
     if (kPlain || !p.up_bias[0]) return;
-    constexpr int kBlocks = kWidth / 8;
+    constexpr int kBlocks = (kColumns == Columns::kHalves ? kTileN / 2 : kTileN) / 8;
+    const int first = kScale * task.column + warp.lane() % 4 * 2, room = kScale * p.inner - first;
+    const T* bias = nullptr;
 #pragma unroll
     for (int j = 0; j < kTileN / 8; ++j) {
-      const T* const bias = p.up_bias[j / kBlocks] + task.expert * p.up_bias_stride;
-      const float2 more = bias_pair(bias, task.column + j % kBlocks * 8 + warp.lane() % 4 * 2, p.inner);
+      if (j % kBlocks == 0) bias = p.up_bias[j / kBlocks] + task.expert * p.up_bias_stride + first;
+      if (j % 4 == 0) ptx::order();  // else all is loaded at once, and there are no registers for it
+      const float2 more = bias_pair(bias, j % kBlocks * 8, room);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
@@ -125,29 +145,22 @@ struct Forward {
     }
   }
 
-  // The activation sees h as it is rounded for saving, so that backward finds the same value.
-  template <int kHalves>
-  static __device__ __forceinline__ void finish_gated(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                      const Warp& warp) {
-    constexpr int kBlocks = kTileN / 16;  // of gate, and as many of up
+  // Saves a half tile's h and a: 16 rows of this warp, of which this lane writes `row` and the one 8 further, as far as
+  // `rows` goes. The activation sees h as it is rounded for saving, so that backward finds the same value. A loop over
+  // pieces works on the first one and moves the others there, see next_half; only the common gate is worth its whole
+  // code.
+  static __device__ __forceinline__ void finish_up(const Params& p, const Task& task, uint32_t (&h)[kAccumulators / 2],
+                                                   int64_t row, int rows, const Warp& warp) {
+    constexpr int kUnroll = kPlain ? 3 : 1;
     const Gate<kPlain> gate{p.activation};
-    const int room = p.inner - task.column - warp.line_column();
-    Rounded<kHalves> h;
-    add_up_bias<kHalves>(p, task, acc, warp);
-    round_tile<T, kHalves>(acc, h);
-#pragma unroll 1  // see next_half
-    for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
-      if (task.rows <= first) break;
-      const int64_t row = task.row + first + warp.line_row();
-      const int column = task.column + warp.line_column();
+    const int column = task.column + warp.line_column(), room = p.inner - column;
+    T* const to_a = p.a_out + row * p.inner + column;
+    if constexpr (kColumns == Columns::kHalves) {
       T* const to_h = p.h + row * 2 * p.inner + column;
-      T* const to_a = p.a_out + row * p.inner + column;
-#pragma unroll
+#pragma unroll kUnroll
       for (int piece = 0; piece < 3; ++piece) {
         const int lines = room > piece * 32 ? rows : 0;
-        const uint32_t* const g = &h[0][piece * 8];
-        const uint32_t* const u = &h[0][2 * kBlocks + piece * 8];
+        const uint32_t *const g = h, *const u = h + kTileN / 8;
         if (p.h) {
           __syncwarp();
           warp.put<0>(g);
@@ -166,42 +179,52 @@ struct Forward {
         warp.put<0>(a);
         __syncwarp();
         warp.store<0>(to_a + piece * 32, p.inner, lines);
+        next_piece<8>(h);
       }
-      next_half<kHalves>(h);
-    }
-  }
-
-  template <int kHalves>
-  static __device__ __forceinline__ void finish_single(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                       const Warp& warp) {
-    const Gate<kPlain> gate{p.activation};
-    const int room = p.inner - task.column - warp.line_column();
-    Rounded<kHalves> h;
-    add_up_bias<kHalves>(p, task, acc, warp);
-    round_tile<T, kHalves>(acc, h);
-#pragma unroll 1  // see next_half
-    for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
-      if (task.rows <= first) break;
-      const int64_t at =
-          (task.row + first + warp.line_row()) * static_cast<int64_t>(p.inner) + task.column + warp.line_column();
+    } else if constexpr (kColumns == Columns::kInterleaved) {
+      // A pair of neighbours is gate and up of one column of `a`.
+      const int column_h = 2 * task.column + warp.line_column(), room_h = 2 * p.inner - column_h;
+      T* const to_h = p.h + row * 2 * p.inner + column_h;
+#pragma unroll kUnroll
+      for (int piece = 0; piece < 3; ++piece) {
+        if (p.h) {
+          __syncwarp();
+          warp.put<0>(h);
+          warp.put<1>(h + 8);
+          __syncwarp();
+          warp.store<0>(to_h + piece * 64, 2 * p.inner, room_h > piece * 64 ? rows : 0);
+          warp.store<1>(to_h + piece * 64 + 32, 2 * p.inner, room_h > piece * 64 + 32 ? rows : 0);
+        }
+        __syncwarp();
 #pragma unroll
+        for (int i = 0; i < 16; ++i) {  // block i / 2 of 4 columns, rows 8 * (i % 2) on
+          const float2 v = Pair<T>::unpack(h[i]);
+          const uint32_t at = warp.in_row(0, i / 2 * 8, i % 2) + warp.lane() % 4 * 2;
+          ptx::store_shared_half(at, Pair<T>::pack(gate.value(v.x, v.y), 0.0f));
+        }
+        __syncwarp();
+        warp.store<0>(to_a + piece * 32, p.inner, room > piece * 32 ? rows : 0);
+        next_piece<16>(h);
+      }
+    } else {
+      T* const to_h = p.h + row * p.inner + column;
+#pragma unroll kUnroll
       for (int piece = 0; piece < 6; ++piece) {
         const int lines = room > piece * 32 ? rows : 0;
         uint32_t a[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float2 v = Pair<T>::unpack(h[0][piece * 8 + i]);
+          const float2 v = Pair<T>::unpack(h[i]);
           a[i] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
         }
         __syncwarp();
-        if (p.h) warp.put<0>(&h[0][piece * 8]);
+        if (p.h) warp.put<0>(h);
         warp.put<1>(a);
         __syncwarp();
-        if (p.h) warp.store<0>(p.h + at + piece * 32, p.inner, lines);
-        warp.store<1>(p.a_out + at + piece * 32, p.inner, lines);
+        if (p.h) warp.store<0>(to_h + piece * 32, p.inner, lines);
+        warp.store<1>(to_a + piece * 32, p.inner, lines);
+        next_piece<8>(h);
       }
-      next_half<kHalves>(h);
     }
   }
 };

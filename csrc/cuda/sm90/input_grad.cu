@@ -5,11 +5,12 @@
 namespace mok::sm90 {
 namespace {
 
-template <class T, bool kGated, bool kPlain>
+template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run_down(const DownGradArguments& in, void* stream) {
-  using Op = DownGrad<T, kGated, kPlain>;
+  using Op = DownGrad<T, kColumns, kPlain, kTransposed>;
   typename Op::Params p{};
-  if (const char* error = weight_map(&p.down, in.dtype, in.down, in.sizes.experts, in.sizes.hidden, in.sizes.inner, 64))
+  if (const char* error = weight_map(&p.down, in.dtype, in.down, in.sizes.experts, in.sizes.hidden, in.sizes.inner,
+                                     kTransposed, kTransposed))
     return error;
   p.plan = in.plan;
   p.error = in.plan.error;
@@ -30,19 +31,29 @@ const char* run_down(const DownGradArguments& in, void* stream) {
 
 template <class T>
 const char* choose_down(const DownGradArguments& in, void* stream) {
-  if (in.layout == Layout::kSingle) return run_down<T, false, false>(in, stream);
-  return is_plain_silu(in.activation) ? run_down<T, true, true>(in, stream) : run_down<T, true, false>(in, stream);
+  if (in.layout == Layout::kInterleaved)
+    return in.transposed ? run_down<T, Columns::kInterleaved, false, true>(in, stream)
+                         : run_down<T, Columns::kInterleaved, false, false>(in, stream);
+  if (in.layout == Layout::kSingle)
+    return in.transposed ? run_down<T, Columns::kSingle, false, true>(in, stream)
+                         : run_down<T, Columns::kSingle, false, false>(in, stream);
+  if (in.transposed) return run_down<T, Columns::kHalves, false, true>(in, stream);
+  return is_plain_silu(in.activation) ? run_down<T, Columns::kHalves, true, false>(in, stream)
+                                      : run_down<T, Columns::kHalves, false, false>(in, stream);
 }
 
-template <class T>
+template <class T, bool kTransposed>
 const char* run_up(const UpGradArguments& in, void* stream) {
-  using Op = UpGrad<T>;
+  using Op = UpGrad<T, kTransposed>;
   const bool separate = in.layout == Layout::kSeparate;
-  const int64_t k = in.layout == Layout::kConcat ? 2 * in.sizes.inner : in.sizes.inner;
+  const bool both = in.layout == Layout::kConcat || in.layout == Layout::kInterleaved;
+  const int64_t k = both ? 2 * in.sizes.inner : in.sizes.inner;
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
     const void* const up = in.up[separate ? i : 0];
-    if (const char* error = weight_map(&p.up[i], in.dtype, up, in.sizes.experts, k, in.sizes.hidden, 64)) return error;
+    if (const char* error =
+            weight_map(&p.up[i], in.dtype, up, in.sizes.experts, k, in.sizes.hidden, kTransposed, kTransposed))
+      return error;
   }
   const int64_t columns = separate ? 2 * k : k;
   if (const char* error = ragged_map(&p.dh, in.dtype, in.dh, in.sizes.slots(), columns, columns, kTileM)) return error;
@@ -58,6 +69,11 @@ const char* run_up(const UpGradArguments& in, void* stream) {
   return launch<Op>(p, stream);
 }
 
+template <class T>
+const char* choose_up(const UpGradArguments& in, void* stream) {
+  return in.transposed ? run_up<T, true>(in, stream) : run_up<T, false>(in, stream);
+}
+
 }  // namespace
 
 int64_t score_tiles(const Sizes& sizes) { return (sizes.inner + kTileN - 1) / kTileN; }
@@ -67,7 +83,7 @@ const char* down_grad(const DownGradArguments& in, void* stream) {
 }
 
 const char* up_grad(const UpGradArguments& in, void* stream) {
-  return in.dtype == Dtype::kBFloat16 ? run_up<__nv_bfloat16>(in, stream) : run_up<__half>(in, stream);
+  return in.dtype == Dtype::kBFloat16 ? choose_up<__nv_bfloat16>(in, stream) : choose_up<__half>(in, stream);
 }
 
 }  // namespace mok::sm90

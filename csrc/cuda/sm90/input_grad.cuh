@@ -6,24 +6,20 @@
 
 namespace mok::sm90 {
 
-// Boxes of a weight [K, N] that is contiguous along N: three of 64 x 64 a stage.
-__device__ __forceinline__ void transposed_boxes(const CUtensorMap* map, int k, int column, int expert, uint32_t to,
-                                                 uint32_t barrier) {
-#pragma unroll
-  for (int i = 0; i < kTileN / 64; ++i) ptx::copy_box(to + i * kChunk, map, column + i * 64, k, expert, barrier);
-}
-
 // da = dy @ down, from which dh, the weighted activation and the routing weight's gradient follow in the epilogue.
-template <class T, bool kGated, bool kPlain>
-struct DownGrad {
+template <class T, Columns kColumns, bool kPlain, bool kTransposed>
+struct DownGrad : Common<> {
   using Element = T;
-  static constexpr bool kTransposeA = false, kTransposeB = true;
+  static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = true;
-  static constexpr int kStages = 4, kPatches = 5;  // h is read ahead, through two pairs of patches
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kStages = 4, kPatches = 6;  // h is read ahead, through three pairs of patches
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
+  static constexpr int kPieces = kTileN / 32;  // of a half tile: 32 columns of da and of each of gate and up
+  static constexpr int kPairs = kPatches / 2;
 
   struct Params {
-    CUtensorMap down;  // boxes of 64 x 64
+    CUtensorMap down;  // boxes of 64 x 64, or 64 x 96 if transposed
     Plan plan;
     int* error;
     int* ticket;
@@ -38,14 +34,20 @@ struct DownGrad {
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    return block_task(p.plan, *p.plan.num_blocks, ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
+    return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
   }
 
   struct Boxes {
-    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return kBytesB; }
+    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return DownGrad::kBytesB; }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
-      transposed_boxes(&p.down, step * kTileK, task.column, task.expert, stage + kBytesA, barrier);
+      const int k = step * kTileK;
+      if constexpr (kTransposed) {
+        straight_boxes(&p.down, &p.down, k, task.column, task.column + kTileN / 2, task.expert, stage + kBytesA,
+                       barrier);
+      } else {
+        transposed_boxes(&p.down, k, task.column, task.expert, stage + kBytesA, barrier);
+      }
     }
     static __device__ __forceinline__ void rows(const Params&, const Task&, int, uint32_t, uint32_t) {}
   };
@@ -53,12 +55,54 @@ struct DownGrad {
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.dy, p.plan.token + task.row, task.rows, p.hidden, thread) {}
-    __device__ __forceinline__ void step(const Params& p, const Task&, int step, uint32_t stage) {
-      this->next(p.hidden - step * kTileK, stage);
+    __device__ __forceinline__ void step(const Params& p, const Task&, int step, int phase, uint32_t stage) {
+      this->next(phase, p.hidden - step * kTileK, stage);
     }
   };
 
-  static __device__ __forceinline__ void finish_empty(const Params&, const Task&, const Warp&) {}
+  // Where a lane finds its lines of h and dh, in the half tile that starts at row `first` of the tile.
+  struct Lines {
+    int64_t at;  // element of the first line, in the piece of columns 0
+    int rows;    // lines from the lane's own on
+    int room;    // columns from the lane's own on, of da
+    int second;  // columns from a patch's to those of the pair's other one
+    int stride;
+
+    __device__ __forceinline__ Lines(const Params& p, const Task& task, const Warp& warp, int first) {
+      const int row = first + warp.index() * 16 + warp.line_row(), scale = kInterleaved ? 2 : 1;
+      stride = kGated ? 2 * p.inner : p.inner;
+      at = static_cast<int64_t>(task.row + row) * stride + scale * task.column + warp.line_column();
+      rows = task.rows - row;
+      room = scale * (p.inner - task.column) - warp.line_column();
+      second = kInterleaved ? 32 : p.inner;
+    }
+    // Of the piece's columns in the first or second patch of the pair.
+    __device__ __forceinline__ int64_t place(int piece, bool other) const {
+      return at + piece * (kInterleaved ? 64 : 32) + (kGated && other ? second : 0);
+    }
+    __device__ __forceinline__ int lines(int piece, bool other) const {
+      const int column = kInterleaved ? piece * 64 + (other ? 32 : 0) : piece * 32;
+      return room > column ? rows : 0;
+    }
+  };
+
+  // Starts to read a piece of h into a pair of patches, that of number piece % kPairs.
+  template <int kPair>
+  static __device__ __forceinline__ void read_ahead(const Params& p, const Lines& lines, int piece, const Warp& warp) {
+    if (kGated)
+      warp.template fetch<2 * kPair>(p.h + lines.place(piece, false), lines.stride, lines.lines(piece, false));
+    warp.template fetch<2 * kPair + 1>(p.h + lines.place(piece, true), lines.stride, lines.lines(piece, true));
+  }
+
+  // Two pieces are always on their way, the first ones since before the tile's products.
+  static __device__ __forceinline__ void prepare(const Params& p, const Task& task, const Warp& warp) {
+    const Lines lines(p, task, warp, 0);
+    const bool any = task.rows > warp.index() * 16;
+    if (any) read_ahead<0>(p, lines, 0, warp);
+    ptx::copies_commit();
+    if (any) read_ahead<1>(p, lines, 1, warp);
+    ptx::copies_commit();
+  }
 
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
@@ -67,8 +111,6 @@ struct DownGrad {
     Rounded<kHalves> rounded;
     round_tile<T, kHalves>(acc, rounded);
     const Gate<kPlain> gate{p.activation};
-    const int columns = kGated ? 2 * p.inner : p.inner;
-    const int room = p.inner - task.column - warp.line_column();
     float weights[2 * kHalves];  // of the lane's rows, looked up together
 #pragma unroll
     for (int i = 0; i < 2 * kHalves; ++i) {
@@ -77,73 +119,90 @@ struct DownGrad {
     }
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
+      const int first = half * 64 + warp.index() * 16;
       if (task.rows <= first) break;
-      const int row =
-          task.row + first + warp.line_row();  // the lane's rows, in fragments as in lines: this one and + 8
+      const Lines lines(p, task, warp, half * 64);
+      const bool more = half + 1 < kHalves && task.rows > first + 64;
+      const int row = task.row + first + warp.line_row();  // in fragments as in lines: this one and + 8
+      const int room_a = p.inner - task.column - warp.line_column();
+      T* const to_a = p.a + static_cast<int64_t>(row) * p.inner + task.column + warp.line_column();
       const float weight[2] = {half == 0 ? weights[0] : weights[2 * kHalves - 2],
                                half == 0 ? weights[1] : weights[2 * kHalves - 1]};
       float score[2] = {0.0f, 0.0f};
-      const int64_t at_h = static_cast<int64_t>(row) * columns + task.column + warp.line_column();
-      const int64_t at_a = static_cast<int64_t>(row) * p.inner + task.column + warp.line_column();
-      const auto read_ahead = [&](auto piece) {
-        constexpr int kPair = piece.value % 2 * 2;
-        if constexpr (piece.value < 6) {
-          const int lines = room > piece.value * 32 ? rows : 0;
-          if (kGated) warp.template fetch<kPair>(p.h + at_h + piece.value * 32, columns, lines);
-          warp.template fetch<kPair + 1>(p.h + at_h + piece.value * 32 + (kGated ? p.inner : 0), columns, lines);
+      const auto work = [&](int round, auto number) {
+        constexpr int kNumber = number.value, kPair = 2 * kNumber, kNext = (kNumber + 2) % kPairs;
+        const int piece = round * kPairs + kNumber;
+        if (piece + 2 < kPieces) {
+          read_ahead<kNext>(p, lines, piece + 2, warp);
+        } else if (more) {
+          read_ahead<kNext>(p, Lines(p, task, warp, half * 64 + 64), piece + 2 - kPieces, warp);
         }
         ptx::copies_commit();
-      };
-      const auto work = [&](auto piece) {
-        constexpr int kPair = piece.value % 2 * 2, kPieces = piece.value * 32;
-        const int lines = room > kPieces ? rows : 0;
-        read_ahead(Index<piece.value + 1>{});
-        ptx::copies_wait<1>();
+        ptx::copies_wait<2>();
         __syncwarp();
         uint32_t a[8];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          uint32_t g[4], u[4];
-          warp.template get<kPair + 1>(c, u);
-          if (kGated) warp.template get<kPair>(c, g);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int r = i % 2;
-            const float2 da = Pair<T>::unpack(rounded[0][(piece.value * 4 + c * 2 + i / 2) * 2 + r]);
-            const float2 uu = Pair<T>::unpack(u[i]);
-            const float2 gg = kGated ? Pair<T>::unpack(g[i]) : uu;
-            const Derivatives x = kGated ? gate.derivatives(gg.x, uu.x) : gate.derivatives(uu.x);
-            const Derivatives y = kGated ? gate.derivatives(gg.y, uu.y) : gate.derivatives(uu.y);
-            score[r] += da.x * x.value + da.y * y.value;
-            const float dx = da.x * weight[r], dy = da.y * weight[r];
-            if (kGated) g[i] = Pair<T>::pack(dx * x.dgate, dy * y.dgate);
-            u[i] = Pair<T>::pack(dx * x.dup, dy * y.dup);
-            a[4 * c + i] = Pair<T>::pack(x.value * weight[r], y.value * weight[r]);
+        // One pair of columns: da, gate and up (interleaved: gate and up of each) become their gradients.
+        const auto element = [&](int block, int r, uint32_t& g, uint32_t& u) {
+          const float2 da = Pair<T>::unpack(rounded[0][(kNumber * 4 + block) * 2 + r]);
+          const float2 first = Pair<T>::unpack(g), second = Pair<T>::unpack(u);
+          const float2 gg = !kGated ? second : kInterleaved ? make_float2(first.x, second.x) : first;
+          const float2 uu = kInterleaved ? make_float2(first.y, second.y) : second;
+          const Derivatives x = kGated ? gate.derivatives(gg.x, uu.x) : gate.derivatives(uu.x);
+          const Derivatives y = kGated ? gate.derivatives(gg.y, uu.y) : gate.derivatives(uu.y);
+          score[r] += da.x * x.value + da.y * y.value;
+          const float dx = da.x * weight[r], dy = da.y * weight[r];
+          if (kInterleaved) {
+            g = Pair<T>::pack(dx * x.dgate, dx * x.dup);
+            u = Pair<T>::pack(dy * y.dgate, dy * y.dup);
+          } else {
+            if (kGated) g = Pair<T>::pack(dx * x.dgate, dy * y.dgate);
+            u = Pair<T>::pack(dx * x.dup, dy * y.dup);
           }
-          warp.template put<kPair + 1>(c, u);
-          if (kGated) warp.template put<kPair>(c, g);
+          a[2 * block + r] = Pair<T>::pack(x.value * weight[r], y.value * weight[r]);
+        };
+        if constexpr (kInterleaved) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const uint32_t at = warp.in_row(kPair + i / 4, i / 2 % 2 * 32 + warp.lane() % 4 * 8, i % 2);
+            uint2 v = ptx::load_shared_pair(at);
+            element(i / 2, i % 2, v.x, v.y);
+            ptx::store_shared_pair(at, v);
+          }
+        } else {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            uint32_t g[4], u[4];
+            warp.template get<kPair + 1>(c, u);
+            if (kGated) warp.template get<kPair>(c, g);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) element(2 * c + i / 2, i % 2, g[i], u[i]);
+            warp.template put<kPair + 1>(c, u);
+            if (kGated) warp.template put<kPair>(c, g);
+          }
         }
-        warp.template put<4>(a);
         __syncwarp();
-        if (kGated) warp.template store<kPair>(p.dh + at_h + kPieces, columns, lines);
-        warp.template store<kPair + 1>(p.dh + at_h + kPieces + (kGated ? p.inner : 0), columns, lines);
-        warp.template store<4>(p.a + at_a + kPieces, p.inner, lines);
+        if (kGated)
+          warp.template store<kPair>(p.dh + lines.place(piece, false), lines.stride, lines.lines(piece, false));
+        warp.template store<kPair + 1>(p.dh + lines.place(piece, true), lines.stride, lines.lines(piece, true));
+        __syncwarp();
+        warp.template put<kPair>(a);
+        __syncwarp();
+        warp.template store<kPair>(to_a + piece * 32, p.inner, room_a > piece * 32 ? lines.rows : 0);
         __syncwarp();
       };
-      read_ahead(Index<0>{});
-      work(Index<0>{});
-      work(Index<1>{});
-      work(Index<2>{});
-      work(Index<3>{});
-      work(Index<4>{});
-      work(Index<5>{});
+#pragma unroll 1  // as for the halves
+      for (int round = 0; round < kPieces / kPairs; ++round) {
+        work(round, Index<0>{});
+        work(round, Index<1>{});
+        work(round, Index<2>{});
+        next_piece<kPairs * 8>(rounded[0]);
+      }
       // Columns past the end added nothing: their da is an exact zero.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         score[r] += __shfl_xor_sync(~0u, score[r], 1);
         score[r] += __shfl_xor_sync(~0u, score[r], 2);
-        if (warp.lane() % 4 == 0 && rows > 8 * r)
+        if (warp.lane() % 4 == 0 && lines.rows > 8 * r)
           p.dscore[static_cast<int64_t>(task.column / kTileN) * p.slots + row + 8 * r] = score[r];
       }
       next_half<kHalves>(rounded);
@@ -152,17 +211,18 @@ struct DownGrad {
 };
 
 // rows = dh @ up, columns [first_column, first_column + columns).
-template <class T>
-struct UpGrad {
+template <class T, bool kTransposed>
+struct UpGrad : Common<> {
   using Element = T;
-  static constexpr bool kTransposeA = false, kTransposeB = true;
+  static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = false;
   static constexpr int kStages = 5, kPatches = 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Params {
-    CUtensorMap up[2];  // boxes of 64 x 64; the second for the second part of dh, where gate and up are separate
-    CUtensorMap dh;     // ragged, boxes of 64 x 128
+    // Boxes of 64 x 64, or 64 x 96 if transposed; the second for the second part of dh, where gate and up are separate.
+    CUtensorMap up[2];
+    CUtensorMap dh;  // ragged, boxes of 64 x 128
     Plan plan;
     int* error;
     int* ticket;
@@ -172,18 +232,23 @@ struct UpGrad {
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    return block_task(p.plan, *p.plan.num_blocks, ticket, p.tiles, 0, p.parts * steps_of(p.part), kTileN);
+    return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, p.parts * steps_of(p.part), kTileN);
   }
 
   struct Boxes {
-    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return kBytesStage; }
+    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return UpGrad::kBytesStage; }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
       const int part_steps = steps_of(p.part);
       const bool second = step >= part_steps;
       const int k = (second ? step - part_steps : step) * kTileK;
-      transposed_boxes(second ? &p.up[1] : &p.up[0], k, p.first_column + task.column, task.expert, stage + kBytesA,
-                       barrier);
+      const CUtensorMap* const map = second ? &p.up[1] : &p.up[0];
+      const int column = p.first_column + task.column;
+      if constexpr (kTransposed) {
+        straight_boxes(map, map, k, column, column + kTileN / 2, task.expert, stage + kBytesA, barrier);
+      } else {
+        transposed_boxes(map, k, column, task.expert, stage + kBytesA, barrier);
+      }
     }
     // Past the end of its part a box meets zeros of the weight.
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
@@ -193,8 +258,6 @@ struct UpGrad {
       ragged_box(stage, &p.dh, k, task.row, task.rows, barrier);
     }
   };
-
-  static __device__ __forceinline__ void finish_empty(const Params&, const Task&, const Warp&) {}
 
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,

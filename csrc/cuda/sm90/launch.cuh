@@ -38,12 +38,16 @@ inline const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, c
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a tensor";
 }
 
-// A map of a weight [experts, rows, columns] (16-bit, contiguous) for boxes of 64 columns. Made anew for every launch
-// (it costs less than looking one up), so it can never be stale.
-inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t experts, int64_t rows,
-                              int64_t columns, int box_rows) {
-  const cuuint64_t c = cuuint64_t(columns), r = cuuint64_t(rows);
-  return encode_map(map, dtype, data, {{c, r, cuuint64_t(experts)}, {2 * c, 2 * r * c}, {64, cuuint32_t(box_rows)}});
+// A map of a 16-bit weight [experts, out, in], or [experts, in, out] if `transposed`, without gaps. Its boxes are 64
+// wide along the contiguous dimension; along the other one half a tile if the contiguous one is the product's K
+// (`straight`), else 64. Made anew for every launch (it costs less than looking one up), so it can never be stale.
+inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t experts, int64_t out, int64_t in,
+                              bool transposed, bool straight) {
+  const cuuint64_t columns = cuuint64_t(transposed ? out : in), rows = cuuint64_t(transposed ? in : out);
+  return encode_map(map, dtype, data,
+                    {{columns, rows, cuuint64_t(experts)},
+                     {2 * columns, 2 * rows * columns},
+                     {64, cuuint32_t(straight ? kTileN / 2 : 64)}});
 }
 
 // A map of 16-bit rows [rows, columns] for boxes of 64 columns that end at any row, not only at the last: the rows

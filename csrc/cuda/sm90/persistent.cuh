@@ -19,11 +19,11 @@
 //
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
 //
-// - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(...) copies one thread's share
-//   of a stage.
+// - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(p, task, step, phase, stage)
+//   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
 //
-// - finish(p, task, acc, warp): what a consumer warp does with its rows of the tile; finish_empty(p, task, warp): the
-//   same for a task without steps.
+// - prepare(p, task, warp): what a consumer warp does before it multiplies; finish(p, task, acc, warp): what it does
+//   with its rows of the tile then; finish_empty(p, task, warp): the same for a task without steps. See Common.
 //
 // Tasks are handed out in order and a CTA works on its tasks in order; a task may wait for tasks with smaller tickets
 // only. So the unfinished task with the smallest ticket never waits, however many CTAs are running.
@@ -39,21 +39,35 @@ namespace mok::sm90 {
 
 constexpr int kTileM = 128, kTileN = 192, kTileK = 64;
 constexpr int kThreads = 384, kGatherers = 96;
-constexpr int kTaskSlots = 2;
+constexpr int kTaskSlots = 4;
 constexpr int kAccumulators = 96;  // per thread and half tile of 64 x 192
 static_assert(kTileM == kBlockRows, "a row block is one tile high");
 
 // Rows that a box may start before the end of its rows, see ragged_map.
 constexpr int kRagged = 1 << 22;
 
-constexpr uint32_t kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
+constexpr uint32_t kBytesA = kTileM * kTileK * 2;
 constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed
 constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed operand
-constexpr uint32_t kPatchStride = 80;     // 32 elements and 16 bytes against bank conflicts
-constexpr uint32_t kPatch = 16 * kPatchStride;
+// A patch of 16 rows x 32 elements: 16-byte chunk c of row r lies at chunk c ^ r / 2 % 4, so that neither eight rows of
+// one chunk nor two whole rows meet in a bank.
+constexpr uint32_t kPatchRow = 64, kPatch = 16 * kPatchRow;
 
 // Where a wait took too long, as the error word says it.
 enum Site : int { kTaskTold = 1, kTaskSlotFree, kFreeForBoxes, kFreeForRows, kStageFull, kTurn, kUpDone };
+
+// What operations have in common: how B lies in a stage, and hooks that do nothing. `kSplit`: B is contiguous along N
+// and its halves of 96 columns take two chunks each, of which the second is used by half.
+template <bool kSplitB = false>
+struct Common {
+  static constexpr bool kSplit = kSplitB;
+  static constexpr uint32_t kBytesB = kSplit ? 4 * kChunk : kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
+
+  template <class... A>
+  static __device__ __forceinline__ void prepare(const A&...) {}
+  template <class... A>
+  static __device__ __forceinline__ void finish_empty(const A&...) {}
+};
 
 template <int kValue>
 struct Index {
@@ -83,7 +97,7 @@ struct Task {
 template <class Op>
 struct Ring {
   static constexpr int kStages = Op::kStages;
-  static constexpr uint32_t kAtPatches = kStages * kBytesStage;
+  static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtPatches = kStages * kBytesStage;
   static constexpr uint32_t kAtTasks = kAtPatches + 8 * Op::kPatches * kPatch;
   static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
   static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
@@ -159,8 +173,11 @@ struct Warp {
 
   // `patch` is the address of the warp's patch 0.
   __device__ __forceinline__ explicit Warp(uint32_t patch) {
-    cell = patch + lane() % 16 * kPatchStride + lane() / 16 * 16;
-    line = patch + lane() / 4 * kPatchStride + lane() % 4 * 16;
+    cell = place(patch, lane() % 16, lane() / 16);
+    line = place(patch, lane() / 4, lane() % 4);
+  }
+  static __device__ __forceinline__ uint32_t place(uint32_t patch, int row, int chunk) {
+    return patch + row * kPatchRow + ((chunk ^ row / 2 % 4) << 4);
   }
   static __device__ __forceinline__ int index() { return threadIdx.x / 32 % 4; }  // in its warpgroup
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -170,16 +187,21 @@ struct Warp {
   // One half, 16 columns, of patch kNumber.
   template <int kNumber>
   __device__ __forceinline__ void put(int half, const uint32_t* fragment) const {
-    ptx::store_matrices(cell + kNumber * kPatch + half * 32, fragment);
+    ptx::store_matrices((cell ^ half * 32) + kNumber * kPatch, fragment);
   }
   template <int kNumber>
   __device__ __forceinline__ void get(int half, uint32_t* fragment) const {
-    ptx::load_matrices(cell + kNumber * kPatch + half * 32, fragment);
+    ptx::load_matrices((cell ^ half * 32) + kNumber * kPatch, fragment);
   }
   template <int kNumber>
   __device__ __forceinline__ void put(const uint32_t* fragment) const {
     put<kNumber>(0, fragment);
     put<kNumber>(1, fragment + 4);
+  }
+  // A third way to look: `bytes` into row lane / 4 + 8 * r.
+  __device__ __forceinline__ uint32_t in_row(int number, int bytes, int r) const {
+    const uint32_t chunks = (bytes & ~15) ^ lane() % 4 * 16;  // from the lane's own, in which `line` lies
+    return ptx::xor_here(line, chunks) + (bytes & 15) + number * kPatch + r * 8 * kPatchRow;
   }
   // `at` is this lane's place in the first line, `rows` the lines that exist from its own on.
   template <int kNumber, class T>
@@ -187,14 +209,14 @@ struct Warp {
     const uint32_t from = line + kNumber * kPatch;
     if (rows > 0) *reinterpret_cast<uint4*>(at) = ptx::load_shared(from);
     if (rows > 8)
-      *reinterpret_cast<uint4*>(at + 8 * static_cast<int64_t>(stride)) = ptx::load_shared(from + 8 * kPatchStride);
+      *reinterpret_cast<uint4*>(at + 8 * static_cast<int64_t>(stride)) = ptx::load_shared(from + 8 * kPatchRow);
   }
   // The other way, without waiting: see copies_commit(). Lines that do not exist become zero.
   template <int kNumber, class T>
   __device__ __forceinline__ void fetch(const T* at, int stride, int rows) const {
     const uint32_t to = line + kNumber * kPatch;
     ptx::copy16(to, at, rows > 0 ? 16 : 0);
-    ptx::copy16(to + 8 * kPatchStride, at + 8 * static_cast<int64_t>(stride), rows > 8 ? 16 : 0);
+    ptx::copy16(to + 8 * kPatchRow, at + 8 * static_cast<int64_t>(stride), rows > 8 ? 16 : 0);
   }
 };
 
@@ -223,14 +245,11 @@ __device__ __forceinline__ void next_half(Rounded<kHalves>& values) {
   for (int i = 0; i < kAccumulators / 2; ++i) values[0][i] = values[kHalves - 1][i];
 }
 
-// Tile `number` of a grid of `rows` x `columns` tiles: groups of 8 rows, inside a group rows first, so that the tiles
-// in flight share operands in the L2; every other group runs backwards.
-__device__ __forceinline__ int2 raster(int number, int rows, int columns) {
-  constexpr int kGroup = 8;
-  const int group = number / (kGroup * columns), rest = number - group * kGroup * columns;
-  const int height = min(kGroup, rows - group * kGroup);
-  const int column = rest / height, row = group * kGroup + rest - column * height;
-  return make_int2(row, group % 2 ? columns - 1 - column : column);
+// The same for pieces of a half, of kWords each.
+template <int kWords>
+__device__ __forceinline__ void next_piece(uint32_t (&values)[kAccumulators / 2]) {
+#pragma unroll
+  for (int i = kWords; i < kAccumulators / 2; ++i) values[i - kWords] = values[i];
 }
 
 // A place in the ring that runs over all steps of all tasks.
@@ -310,10 +329,15 @@ __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<
     const Task task = ring.read_task(i);
     if (task.kind < 0) return;
     typename Op::Gather rows(p, task, thread);
-    for (int k = 0; k < task.steps; ++k, at.advance()) {
-      ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
-      rows.step(p, task, k, ring.stage(at.stage));
-      ptx::barrier_arrive_copies(ring.full(at.stage));
+    for (int k = 0; k < task.steps; k += Op::Gather::kUnroll) {
+#pragma unroll
+      for (int phase = 0; phase < Op::Gather::kUnroll; ++phase) {
+        if (phase > 0 && k + phase >= task.steps) break;
+        ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
+        rows.step(p, task, k + phase, phase, ring.stage(at.stage));
+        ptx::barrier_arrive_copies(ring.full(at.stage));
+        at.advance();
+      }
     }
   }
 }
@@ -356,16 +380,22 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
     ring.wait(ring.full(stage), parity, kStageFull);
     ptx::fence_shared_for_async();
     ptx::mma_fence();
-    const uint64_t offset = ptx::mma_offset(stage * kBytesStage);
+    const uint64_t offset = ptx::mma_offset(stage * Op::kBytesStage);
 #pragma unroll
     for (int q = 0; q < kTileK / 16; ++q) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const uint64_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
-        if (first.value && q == 0) {
-          Mma::template start<Op::kTransposeA, Op::kTransposeB>(acc[half], a, b);
-        } else {
-          Mma::template add<Op::kTransposeA, Op::kTransposeB>(acc[half], a, b);
+        constexpr int kParts = Op::kSplit ? 2 : 1, kPart = kAccumulators / kParts;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          auto& d = reinterpret_cast<float (&)[kPart]>(acc[half][part * kPart]);
+          const uint64_t b_part = b + part * ptx::mma_offset(2 * kChunk);
+          if (first.value && q == 0) {
+            Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
+          } else {
+            Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
+          }
         }
       }
     }
@@ -392,20 +422,18 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
   for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) break;
+    if (task.steps > 0) Op::prepare(p, task, warp);
     ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, kTurn);
     __syncwarp();
     const uint32_t next_turn = ring.turn(group ^ 1);
     if (task.steps == 0) {
       if (warp.lane() == 0) ptx::barrier_arrive(next_turn);
       Op::finish_empty(p, task, warp);
-      continue;
-    }
-    // A low tile costs half the multiplies.
-    if (task.rows > kTileM / 2) {
+    } else if (task.rows > kTileM / 2) {
       Accumulators<2> acc;
       multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
       Op::finish(p, task, acc, warp);
-    } else {
+    } else {  // a low tile costs half the multiplies
       Accumulators<1> acc;
       multiply<Op, 1>(acc, ring, task, warp.lane(), next_turn);
       Op::finish(p, task, acc, warp);

@@ -3,6 +3,7 @@
 #include <cooperative_groups.h>
 
 #include "launch.cuh"
+#include "rows.cuh"
 
 namespace mok::sm90 {
 namespace {
@@ -52,8 +53,11 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
       const int middle = (low + high) / 2;
       (starts[middle] <= b ? low : high) = middle;
     }
-    const int first = (low ? ends[low - 1] : 0) + (b - starts[low]) * kBlockRows;
-    reinterpret_cast<int4*>(plan.blocks)[b] = make_int4(low, first, min(kBlockRows, ends[low] - first), 0);
+    const int word = RowGroup::word(starts[low], starts[low + 1] - starts[low], b - starts[low]);
+    const RowGroup group(word);
+    const int first = (low ? ends[low - 1] : 0) + (group.first - starts[low]) * kBlockRows;
+    const int end = min(first + group.height * kBlockRows, ends[low]);
+    reinterpret_cast<int4*>(plan.blocks)[b] = make_int4(low, first, end, word);
     plan.done[b] = 0;
   }
   if (blockIdx.x == 0) {

@@ -7,13 +7,23 @@
 
 namespace mok::sm90 {
 
+// Tile `number` of a grid of `rows` x `columns` tiles: groups of 8 rows, inside a group rows first, so that the tiles
+// in flight share operands in the L2; every other group runs backwards.
+__device__ __forceinline__ int2 raster(int number, int rows, int columns) {
+  constexpr int kGroup = 8;
+  const int group = number / (kGroup * columns), rest = number - group * kGroup * columns;
+  const int height = min(kGroup, rows - group * kGroup);
+  const int column = rest / height, row = group * kGroup + rest - column * height;
+  return make_int2(row, group % 2 ? columns - 1 - column : column);
+}
+
 template <class T, bool kLeftGathered>
-struct WeightGrad {
+struct WeightGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
   static constexpr bool kWaits = false, kGathers = true;
   static constexpr int kStages = 5, kPatches = 2;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr uint32_t kGatheredAt = kLeftGathered ? 0 : kBytesA, kDenseAt = kLeftGathered ? kBytesA : 0;
   static constexpr int kGatheredGroups = (kLeftGathered ? kTileM : kTileN) / 64;
   static constexpr int kDenseGroups = (kLeftGathered ? kTileN : kTileM) / 64;
@@ -33,8 +43,9 @@ struct WeightGrad {
     const int tiles = p.left_tiles * p.right_tiles, expert = ticket / tiles;
     if (expert >= p.experts) return Task::none();
     const int2 at = raster(ticket - expert * tiles, p.left_tiles, p.right_tiles);
-    const int start = expert ? p.plan.offsets[expert - 1] : 0, end = p.plan.offsets[expert], row = at.x * kTileM;
-    return {0, expert, row, min(kTileM, p.left_columns - row), at.y * kTileN, steps_of(end - start), 0, start};
+    const int start = expert ? p.plan.offsets[expert - 1] : 0, rows = p.plan.offsets[expert] - start;
+    const int row = at.x * kTileM, height = min(kTileM, p.left_columns - row);
+    return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start};  // the kind is the expert's rows
   }
 
   struct Boxes {
@@ -50,59 +61,80 @@ struct WeightGrad {
     static __device__ __forceinline__ void weights(const Params&, const Task&, int, uint32_t, uint32_t) {}
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      const int column = kLeftGathered ? task.column : task.row, at = task.extra + step * kTileK;
-      const int left = p.plan.offsets[task.expert] - at;
+      const int column = kLeftGathered ? task.column : task.row, done = step * kTileK;
 #pragma unroll
       for (int g = 0; g < kDenseGroups; ++g)
         if (g < groups(p, task))
-          ragged_box(stage + kDenseAt + g * kChunk, &p.dense, column + g * 64, at, left, barrier);
+          ragged_box(stage + kDenseAt + g * kChunk, &p.dense, column + g * 64, task.extra + done, task.kind - done,
+                     barrier);
     }
   };
 
-  // One thread's share of each step's 64 gathered rows, in groups of 64 columns. A look-up of rows takes as long as a
-  // step or two, so a warp looks up its rows of four steps at once, four steps ahead: lane l those of row l % 4 of its
-  // own four, and of place l / 4.
+  // One thread's share of each step's 64 gathered rows, in groups of 64 columns. Addresses are found a step ahead, so
+  // that copies need not wait for them. A look-up of rows takes as long as a step or two, so a warp looks up its rows
+  // of four steps at once, four steps ahead: the i-th lane of eight those of the eight's i-th row. Look-ups past the
+  // expert's end repeat its last row: a default would have to be merged with what is loaded, that is waited for.
   struct Gather {
     static constexpr int kStride = GatherPlace::kStride, kRows = (kTileK + kStride - 1) / kStride, kBatch = 4;
-    static_assert(kRows * 4 <= 32, "a lane for each of the warp's rows of a step");
+    static constexpr int kUnroll = 2 * kBatch;  // choosing a look-up at run time would wait for those under way
+    static_assert(kRows <= 8, "a lane for each row of a step");
 
     GatherPlace place;
-    bool last;      // whether the last of the rows lies in the stage
-    const T* data;  // at this thread's first column
-    int inside;     // groups of this thread that exist
-    int row, end;   // the row that this lane looks up next, end of the expert's
-    int token[kBatch], later[kBatch];
+    uint64_t data;       // address of this thread's first column in row 0
+    uint32_t stride;     // bytes
+    int inside;          // groups of this thread that exist
+    int left;            // rows that are left, counted from this thread's first
+    bool last;           // whether the last of the rows lies in the stage
+    const int* from;     // the expert's first look-up
+    int row, end;        // the row that this lane looks up next, the expert's last
+    int token[kUnroll];  // look-ups of two batches
+    uint64_t at[kRows];  // where the rows of the next step are
 
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread) : place(thread) {
       const int first = thread / 8, column = (kLeftGathered ? task.row : task.column) + thread % 8 * 8;
-      last = first + (kRows - 1) * kStride < kTileK;
-      data = p.gathered + column;
+      data = reinterpret_cast<uint64_t>(p.gathered + column);
+      stride = p.gathered_columns * 2;
       inside = (p.gathered_columns - column + 63) / 64;
-      row = task.extra + thread / 32 * 4 + thread % 4 + thread % 32 / 4 * kStride;
-      end = p.plan.offsets[task.expert];
-      look_up(p, token);
-      look_up(p, later);
+      left = task.kind - first;
+      last = first + (kRows - 1) * kStride < kTileK;
+      from = p.plan.token + task.extra;
+      row = first + thread % 8 * kStride;
+      end = max(task.kind - 1, 0);
+      look_up(0);
+      look_up(kBatch);
+      find(0);
     }
-    __device__ __forceinline__ void look_up(const Params& p, int (&to)[kBatch]) {
+    __device__ __forceinline__ void look_up(int first) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i, row += kTileK) to[i] = row < end ? p.plan.token[row] : -1;
+      for (int i = 0; i < kBatch; ++i) token[first + i] = __ldg(from + min(row + i * kTileK, end));
+      row += kBatch * kTileK;
     }
-    __device__ __forceinline__ void step(const Params& p, const Task&, int step, uint32_t stage) {
-      const int at = step % kBatch;
-      const int own = at < 2 ? (at == 0 ? token[0] : token[1]) : (at == 2 ? token[2] : token[3]);
+    // The rows of the step of that phase.
+    __device__ __forceinline__ void find(int phase) {
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const int from = __shfl_sync(~0u, own, j * 4 + threadIdx.x % 32 / 8);
+        const uint32_t number = __shfl_sync(~0u, token[phase], j, 8);
+        at[j] = data + static_cast<uint64_t>(number) * stride;
+      }
+      if (phase % kBatch == kBatch - 1) look_up(phase - (kBatch - 1));
+    }
+    __device__ __forceinline__ void step(const Params&, const Task&, int, int phase, uint32_t stage) {
+      if (left >= kTileK && inside >= kGatheredGroups) {
+        copy(stage, [](int, int) { return true; });
+      } else {
+        copy(stage, [&](int j, int group) { return j * kStride < left && group < inside; });
+      }
+      left -= kTileK;
+      find((phase + 1) % kUnroll);
+    }
+    template <class Exists>
+    __device__ __forceinline__ void copy(uint32_t stage, Exists exists) const {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
         if (j == kRows - 1 && !last) break;
-        const T* const at = data + static_cast<int64_t>(max(from, 0)) * p.gathered_columns;
 #pragma unroll
         for (int g = 0; g < kGatheredGroups; ++g)
-          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), at + g * 64, from >= 0 && g < inside ? 16 : 0);
-      }
-      if (at == kBatch - 1) {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) token[i] = later[i];
-        look_up(p, later);
+          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), at[j] + g * 128, exists(j, g) ? 16 : 0);
       }
     }
   };
