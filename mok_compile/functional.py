@@ -14,13 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import ProcessGroup
 
 from mok_compile import engines, ops, reference  # noqa: F401  registers the ops
 from mok_compile.engines import Problem
 from mok_compile.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from mok_compile.distributed.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def experts(
     return op(*operands, *how)[0]
 
 
-def schedule(ids: torch.Tensor, num_experts: int, group: ProcessGroup | None = None):
+def schedule(ids: torch.Tensor, num_experts: int, group: ProcessGroup | None = None) -> reference.Schedule | Routes:
     """Where the slots of ids [T, K] go: what `forward` works out by itself, to look at the load of experts and ranks.
 
     Without `group` a `mok_compile.reference.Schedule`: ``order`` [S] int32, the slots sorted by expert, and ``offsets``

@@ -11,6 +11,7 @@ same order; its outputs come back unrounded and unweighted, and the engine combi
 from __future__ import annotations
 
 import torch
+from torch._library.fake_impl import allocate_size
 
 from mok_compile import engines, ops, reference
 from mok_compile.distributed.peers import Peers
@@ -174,7 +175,7 @@ def _unknown_size() -> torch.SymInt:
     context = torch.library.get_ctx()
     if context._shape_env is None:
         return context.new_dynamic_size()  # raises what torch wants to see
-    return context._shape_env.create_unbacked_symint()
+    return allocate_size(context._shape_env)
 
 
 transport = Collectives()

@@ -121,6 +121,9 @@ def as_one_process(how, steps=1):
         run = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
     elif how == "reentrant checkpoint":
         run = lambda x: checkpoint(model, x, use_reentrant=True)  # noqa: E731
+    elif how == "compiled checkpoint":
+        both = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+        run = torch.compile(both, backend="aot_eager", dynamic=True, fullgraph=True)
     elif how != "eager":
         run = torch.compile(model, backend=how, dynamic=True, fullgraph=True)
     step(model, reference, run, steps)
@@ -284,15 +287,27 @@ def saved_nothing():
 
 def with_fsdp(ep, experts=6):
     """Experts over `ep` ranks and FSDP2 over the others; everything else FSDP2 over all ranks."""
+    ranks = dist.get_world_size()
+    both = mesh(ranks // ep, ep, names=("dp", "ep"))
+    fsdp(experts, both["ep"], both["dp"], both._flatten("everybody"))
+
+
+def with_hsdp():
+    """Experts over two ranks and two copies of everything; within a copy FSDP2."""
+    whole = mesh(2, 1, 2, names=("copy", "dp", "ep"))
+    whole["dp", "ep"]._flatten("dp_ep")
+    fsdp(6, whole["ep"], whole["copy", "dp"], whole["copy", "dp_ep"])
+
+
+def fsdp(experts, ep_mesh, experts_mesh, others_mesh):
+    """A step with these meshes against one process."""
     from torch.distributed.fsdp import fully_shard
 
     ranks = dist.get_world_size()
-    both = mesh(ranks // ep, ep, names=("dp", "ep"))
-    everybody = both._flatten("everybody") if both.size() > 1 else both
     model, reference = layer(experts), layer(experts)
-    spread(model, both["ep"])
-    fully_shard(model.experts, mesh=both["dp"])
-    fully_shard(model, mesh=everybody)
+    spread(model, ep_mesh)
+    fully_shard(model.experts, mesh=experts_mesh)
+    fully_shard(model, mesh=others_mesh)
     for part in (model.experts, model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)

@@ -36,8 +36,9 @@ def test_hugging_face(group_of, family):
     group_of(2).run(ep_model.hugging_face, family, "eager")
 
 
-def test_compiled(group_of):
-    group_of(2).run(ep_model.as_one_process, "aot_eager")
+@pytest.mark.parametrize("how", ["aot_eager", "compiled checkpoint"])
+def test_compiled(group_of, how):
+    group_of(2).run(ep_model.as_one_process, how)
 
 
 @pytest.mark.slow
@@ -83,3 +84,7 @@ def test_the_expert_parallelism_of_hugging_face(group_of, implementation, compil
     """It keeps working, and its experts are fused with the op of one rank."""
     said = group_of(2).run(ep_model.hugging_faces_own, implementation, compiled)
     assert not compiled or all(fused == 1 for fused, _ in said), said
+
+
+def test_hsdp(group_of):
+    group_of(4).run(ep_model.with_hsdp)
