@@ -23,6 +23,7 @@ from mok_compile import dump  # noqa: E402
 from mok_compile.cache import AfterPartition, salt  # noqa: E402
 from mok_compile.integrations import watch  # noqa: E402
 from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
+from mok_compile.integrations.counts import trace_again_if_for_nothing  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -44,7 +45,6 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable:
-        watch()  # once more: torch._dynamo.reset() ends it
         mine, rest = split(options)
         inductor = torch._TorchCompileInductorWrapper(mode, rest, None)
         if mine.enabled:
@@ -73,6 +73,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     before = dump.code(gm) if watched else None
     report = Report(fuse(gm, example_inputs, mine, watched))
     trace_again_if_open(gm)
+    trace_again_if_for_nothing(report.fused)
     report.graphs.append(dump.graph(before, dump.code(gm) if watched else None))
     if watched and (report.sites or mine.dump):
         dump.publish(report, mine)

@@ -22,7 +22,7 @@ from torch import nn
 
 from mok_compile import build, engines
 from mok_compile.explaining import Collector, broken_graphs
-from mok_compile.integrations import transformers as bridge
+from mok_compile.integrations import watch
 from mok_compile.options import Options
 from mok_compile.report import Report, Site
 from mok_compile.spec import dtype_name
@@ -173,7 +173,7 @@ def examine(
 def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[Report, str]:
     """The report, and what kept the model from running to its end."""
     collector, failure = Collector(options), ""
-    bridge.watch()
+    watch()
     torch._dynamo.reset()
     with broken_graphs(collector.report):
         try:

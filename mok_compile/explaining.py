@@ -14,6 +14,7 @@ from torch import fx
 from mok_compile import dump
 from mok_compile.integrations import watch
 from mok_compile.integrations.capture import trace_again_if_open
+from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import refused
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
@@ -73,6 +74,7 @@ class Collector:
         twin = fx.GraphModule(gm, _copy(gm))
         sites = fuse(twin, inputs, self.options, watched=True)
         trace_again_if_open(twin)
+        trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))
         found = Report(sites, [dump.graph(before, dump.code(twin))])
         if self.options.dump:
             dump.publish(found, self.options)

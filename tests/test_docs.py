@@ -1,6 +1,7 @@
 """The documentation: every code block runs, tables agree with the code, and the site builds without a warning."""
 
 import importlib.util
+import linecache
 import re
 import subprocess
 import sys
@@ -51,13 +52,15 @@ def test_code_runs(page, restored, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     module = types.ModuleType("page")  # Dynamo looks functions up in their module
     monkeypatch.setitem(sys.modules, "page", module)
-    for language, title, code in blocks(page):
+    for number, (language, title, code) in enumerate(blocks(page)):
         if language == "python" and title:
             (tmp_path / Path(title).name).write_text(code)
             if title.startswith("mok_compile/"):
                 load(title.removesuffix(".py").replace("/", "."), tmp_path / Path(title).name)
         elif language == "python":
-            exec(compile(code, f"docs/{page}", "exec"), vars(module))
+            name = f"<docs/{page} block {number}>"  # its source can be read, as in a notebook
+            linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
+            exec(compile(code, name, "exec"), vars(module))
         elif language == "sh":
             for line in code.splitlines():
                 command(line)

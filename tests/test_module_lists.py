@@ -568,6 +568,18 @@ def test_either_may_be_imported_first(first):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_reset_of_dynamo_leaves_the_doors_open():
+    """The backend is looked up once in a process; classes made after a reset are found all the same."""
+    torch.compile(nn.Linear(1, 1), backend="mok")
+    torch._dynamo.reset()
+
+    class Later(Hit):
+        forward = Ranged.moe  # any loop: only that the class is seen
+
+    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
+    assert hasattr(Later.__dict__["forward"], "__wrapped__")
+
+
 LISTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
 
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 
+class _Lasting(list):
+    """Callbacks of which `torch._dynamo.reset()`, which clears them, leaves ours: the backend that was looked up before
+    is not looked up again."""
+
+    def clear(self) -> None:
+        kept = [callback for callback in self if callback is _open]
+        super().clear()
+        self += kept
+
+
 def watch() -> None:
     """Opens the doors, now and before each compile of Dynamo: what they lead to may be imported later than we are."""
     from torch._dynamo.callback import callback_handler
 
-    from mok_compile.integrations import capture
-
     if _open not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_open)
-    capture.watch()
+        callback_handler.start_callbacks = _Lasting([*callback_handler.start_callbacks, _open])
     _open()
 
 
 def _open(*_) -> None:
-    from mok_compile.integrations import loops, transformers
+    from mok_compile.integrations import capture, counts, loops, transformers
 
+    capture.watch()
+    counts.watch()
     transformers.open_eager()
     loops.open_doors()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._dynamo.comptime import comptime
 
+from mok_compile.integrations import counts
 from mok_compile.integrations.tracing import our_options
 
 log = logging.getLogger("mok_compile")
@@ -30,7 +31,7 @@ _live: list[tuple] = []
 
 
 def open_doors() -> None:
-    """Gives all module classes that hold a loop over experts, of those that exist by now, their traced form."""
+    """Gives methods that hold a loop over experts, of all module classes that exist by now, their traced form."""
     for cls in _classes(torch.nn.Module):
         if cls in _seen:
             continue
@@ -38,6 +39,8 @@ def open_doors() -> None:
         for name, function in list(vars(cls).items()):
             if _may_cut(function):
                 _install(cls, name, function)
+            elif counts.may_count(function):
+                counts.install(cls, name, function)
 
 
 def _classes(base: type) -> Iterator[type]:

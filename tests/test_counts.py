@@ -1,0 +1,94 @@
+"""Routers that hand the experts' token counts on as Python numbers, in the style of Granite MoE."""
+
+import pytest
+import torch
+from harness import assert_close, compare
+from test_module_lists import Traced, tokens
+from torch import nn
+from torch.nn import functional as F
+
+H, I, E, K = 16, 12, 5, 2
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        logits, ids = self.layer(x).float().topk(K, dim=1)
+        gates = torch.softmax(logits, dim=1).type_as(x)
+        sizes = torch.zeros([x.shape[0], E], dtype=x.dtype).scatter(1, ids, 1).long().sum(0).tolist()
+        order = ids.flatten().sort(0)[1]
+        return order.div(K, rounding_mode="trunc"), gates.flatten()[order], sizes
+
+
+class Linears(nn.Module):
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, columns, rows) * 0.3)
+
+    def forward(self, x, sizes):
+        return torch.cat([F.linear(part, w) for part, w in zip(x.split(sizes), self.weight, strict=True)])
+
+
+class Block(nn.Module):
+    def __init__(self, odd=False):
+        super().__init__()
+        self.router, self.up, self.down, self.odd = Router(), Linears(H, 2 * I), Linears(I, H), odd
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        index, gates, sizes = self.router(x)
+        gate, up = self.up(x[index], sizes).chunk(2, dim=-1)
+        mixed = F.silu(gate) * up
+        if self.odd:
+            mixed = mixed - mixed.mean(0)
+        out = self.down(mixed, sizes) * gates[:, None]
+        return torch.zeros_like(x).index_add(0, index, out).view(shape)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    assert not torch._dynamo.config.capture_scalar_outputs
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_counts_stay_in_the_graph(training):
+    block = Block().train(training)
+    traced = Traced(block)
+    compare(block, traced, tokens(2, 9))
+    assert traced.counts() == (1, 0) and len(traced.graphs) == 1, traced.report
+
+
+def test_idle_experts():
+    block = Block()
+    with torch.no_grad():
+        block.router.layer.weight.zero_()
+    compare(block, Traced(block), tokens(2, 9))
+
+
+def test_what_is_not_fused_compiles_as_ever():
+    """The graph breaks at the counts, as under any other backend."""
+    block, x, graphs = Block(odd=True), tokens(2, 9), []
+
+    def other(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(block, backend=other)(x)
+    torch._dynamo.reset()
+    traced = Traced(block)
+    assert_close(traced(x), block(x))
+    assert traced.report.fused == 0 and len(traced.graphs) == len(graphs) > 1
+
+
+def test_switched_off():
+    block, x = Block(), tokens(2, 9)
+    traced = Traced(block, enabled=False)
+    assert torch.equal(traced(x), block(x))
