@@ -32,6 +32,7 @@ from mok_compile.passes.facts import (
     RowWeight,
     Share,
 )
+from mok_compile.passes.masks import distinct
 from mok_compile.passes.rules import (
     RULES,
     Break,
@@ -244,7 +245,7 @@ def _weights(value: Value, facts: Facts) -> Operand | None:
         hits = fact.hits if isinstance(fact, Share) else fact
         if not hits.reduced or hits.negated or hits.expert is not None or set(hits.axes) - {TOKEN, EXPERT}:
             return None
-        if isinstance(fact, Hits) and not _distinct(hits.ids):
+        if isinstance(fact, Hits) and not distinct(hits.ids):
             return None
         roles = _named(shape, dict(enumerate(hits.axes)))
         experts = base.meta.shape[hits.axes.index(EXPERT)] if EXPERT in hits.axes else None
@@ -256,12 +257,6 @@ def _weights(value: Value, facts: Facts) -> Operand | None:
     if any(d.itemsize < base.meta.dtype.itemsize for d in shape.dtypes):
         return None
     return None if roles is None else Operand(fact if fact is not None else base, roles, experts)
-
-
-def _distinct(ids: Value) -> bool:
-    from mok_compile.passes.single import distinct
-
-    return distinct(ids)
 
 
 # Products

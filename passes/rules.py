@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -48,7 +49,7 @@ from mok_compile.passes.facts import (
     Weight,
 )
 from mok_compile.passes.sign import may_be_negative
-from mok_compile.passes.view import Value
+from mok_compile.passes.view import Entry, Value
 
 aten = torch.ops.aten
 
@@ -65,12 +66,19 @@ class Break(Exception):
 class Facts:
     """The facts of all values of a view, and in `broken` where a proof stopped and what that spoiled."""
 
-    def __init__(self, values: list[Value], known: dict[Value, Fact] | None = None) -> None:
+    def __init__(
+        self,
+        values: list[Value],
+        known: dict[Value, Fact] | None = None,
+        numbers: dict[sympy.Expr, Entry] | None = None,
+    ) -> None:
         self._of: dict[Value, Fact] = dict(known or {})
+        self._numbers = numbers or {}
         self.broken: dict[Value, Broken] = {}
         # Rows that are written into once more, and sums that another expert was added onto.
         self.overwritten = {value.args[0] for value in values if value.op is aten.index_put.default}
         self.extended: set[Value] = set()
+        self.parts: dict[Value, int] = {}  # by ids: into how many parts the sorted rows were split
         # Of values that an expert computes for every token, what they are to a block that counts only its own.
         self.included: dict[Value, Fact] = {}
         for value in values:
@@ -105,13 +113,17 @@ class Facts:
         if spoiled is not None:
             self.broken[value] = spoiled
 
+    def read_from(self, size: Any) -> Entry | None:
+        """Where a size was read from."""
+        return self._numbers.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+
     def about(self, value: Value) -> Fact | None:
         """The fact of `value`, or what it is to a block that counts only a part of it."""
         return self._of.get(value) or self.included.get(value)
 
     def _complete(self) -> None:
         """Sums over experts, added up one by one: the last one is the block's result."""
-        from mok_compile.passes.single import merge  # which needs this module
+        from mok_compile.passes.merge import merge  # which needs this module
 
         for value, fact in list(self._of.items()):
             if isinstance(fact, Partial):
@@ -445,10 +457,14 @@ def _scatter_rows(facts: Facts, value: Value, base: Value, index: Value, source:
     by, rows = facts.of(index), facts.of(source)
     if not isinstance(rows, Pointwise):
         return None
-    if not all(map(same, (index.meta.shape[0], base.meta.shape[-1]), source.meta.shape)):
-        raise Break("no-match", "the rows that are added up are not whole rows of the result")
     if isinstance(by, Perm) and rows.k == 1:
         by = Token(by.ids, SORTED, 1)
+    # Of one routing there are as many rows as places, also where the sizes are sums of counts.
+    all_rows = isinstance(by, Token) and by.ids is not None and by.ids is rows.ids
+    if not same(base.meta.shape[-1], source.meta.shape[-1]) or not (
+        all_rows or same(index.meta.shape[0], source.meta.shape[0])
+    ):
+        raise Break("no-match", "the rows that are added up are not whole rows of the result")
     if not isinstance(by, Token):
         raise Break("no-match", "rows are added up by an index that is not proven to be their token")
     if by.order != rows.order or by.k != rows.k or by.ids not in (None, rows.ids):
@@ -922,7 +938,13 @@ def _clamp(facts, value, a, *args, min=None, max=None):
     return _function(facts, value, a, lambda x: act.clamp(x, _number(low), _number(high)))
 
 
-import mok_compile.passes.single  # noqa: E402, I001  the rules of these are asked before those above
+# The rules of these are asked before those above, the last ones first.
+import mok_compile.passes.masks  # noqa: E402, I001
+import mok_compile.passes.shares  # noqa: E402
+import mok_compile.passes.picked  # noqa: E402
+import mok_compile.passes.single  # noqa: E402
+import mok_compile.passes.parts  # noqa: E402
+import mok_compile.passes.dense  # noqa: E402
 import mok_compile.passes.batched  # noqa: E402, F401
 
 
