@@ -1,12 +1,15 @@
 """``mok.verify``: each fused op against the nodes it would replace, on the real inputs of the compile.
 
 While old and new nodes stand side by side, the graph is interpreted once (inputs that it writes are copied first, the
-random state is put back). Where the graph computes gradients, those of all operands are compared too.
+random state is put back). Where the graph computes gradients, those of all operands are compared too. If several nodes
+compute an operand alike (``x.view(-1, n)`` in the router and again in the experts), each gets a share of its gradient,
+not always the same one for block and op: then the gradient of what they compute it from is compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from torch import fx
 
 from mok_compile.passes.substitute import Insertion
-from mok_compile.passes.view import Cell, View, target_of
+from mok_compile.passes.view import Cell, Value, View, target_of
 
 # Largest difference of a row, relative to its norm, that rounding explains.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 2e-2, torch.float32: 1e-3, torch.float64: 1e-9}
@@ -51,7 +54,7 @@ def verify(
         _copy(given) if node in written else _concrete(given) for node, given in zip(placeholders, inputs, strict=True)
     ]
     with _same_random_state(inputs):
-        run = _Run(gm, insertions)
+        run = _Run(gm, view, insertions)
         run.run(*copies)
     return run.compared
 
@@ -98,8 +101,10 @@ def _concrete(given: Any) -> Any:
 
 
 class _Run(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, insertions: Sequence[Insertion]) -> None:
+    def __init__(self, gm: fx.GraphModule, view: View, insertions: Sequence[Insertion]) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.view = view
+        self.times = Counter(value for made in view.made.values() for value in set(made))
         self.by_final = {insertion.block.final: insertion for insertion in insertions}
         self.compared: dict[Insertion, Comparison] = {}
 
@@ -113,8 +118,12 @@ class _Run(fx.Interpreter):
 
     def _compare(self, insertion: Insertion, old: torch.Tensor, new: torch.Tensor) -> Comparison:
         values = {node: self.env[node] for node in insertion.inputs}
+        table, ids = insertion.table or (None, None)
+        sources = {n: [n] if n is table else self._sources(n, insertion.block.final) for n in values}
+        loud = {source for n, found in sources.items() if n not in insertion.quiet for source in found}
+        given = {source: self.env[source] for found in sources.values() for source in found}
         # What the block adds its rows onto in place has become the result.
-        operands = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.requires_grad and t is not old}
+        operands = {n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad and t is not old}
         dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
         low = any(d.itemsize < 4 for d in dtypes)
         errors = {"the output": _error(old, new, low)}
@@ -131,16 +140,36 @@ class _Run(fx.Interpreter):
                 torch.autograd.grad(ys, list(operands.values()), seeds, retain_graph=True, allow_unused=True)
                 for ys in zip(*pairs, strict=True)
             ]
-            table, ids = insertion.table or (None, None)
             loudest = max(_loudness(g) for g in grads[0])
             for node, a, b in zip(operands, *grads, strict=True):
-                if node in insertion.quiet and max(_loudness(a), _loudness(b)) <= ROUNDING * loudest:
+                if node not in loud and max(_loudness(a), _loudness(b)) <= ROUNDING * loudest:
                     continue
                 if node is table:  # elsewhere its gradient meets zeros further up
                     a, b = (g if g is None else g.flatten(0, -2).gather(1, self.env[ids]) for g in (a, b))
                 errors[f"the gradient of {node.name}"] = _error(a, b, low)
         where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
         return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
+
+    def _sources(self, node: fx.Node, final: fx.Node) -> list[fx.Node]:
+        """Where to compare the gradient of `node`: there, or where the nodes that compute the same value start from."""
+        cell = self.view.cells.get(node)
+        value = cell.value_at(self.view.positions[final]) if isinstance(cell, Cell) else None
+        if value is None or self.times[value] == 1:
+            return [node]
+        found, pending, seen = [], [value], set[Value]()
+        while pending:
+            value = pending.pop()
+            if value in seen or value.detached or not value.meta.dtype.is_floating_point:
+                continue
+            seen.add(value)
+            holder = self.view.holder(value, final) if self.times[value] == 1 else None
+            if holder is not None:
+                found.append(holder)
+            elif isinstance(value.op, str):  # not held any more, and nothing is known of where it comes from
+                return [node]
+            else:
+                pending += value.inputs
+        return found
 
 
 def _loudness(grad: torch.Tensor | None) -> float:

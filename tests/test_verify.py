@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import Biased, Moe, Sentinel, Stack, Ungated, routing, tokens
+from blocks import HIDDEN, Biased, Moe, Sentinel, Separate, Stack, Ungated, grouped, routing, tokens
 from harness import Fused, check_fused, check_refused, compare
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mok_compile import activation as act
@@ -320,6 +321,48 @@ def test_sentinels_are_no_difference():
     ids[1, 0] = ids[4] = 5
     fused = check_fused(Sentinel(), tokens(), ids, weights)
     assert fused.report.sites[0].verify_error < 1e-4
+
+
+class RouterOfItsOwn(Moe):
+    """The router takes the tokens as they are, the experts a view that is the router's own inside of its linear."""
+
+    def forward(self, x):
+        scores = torch.sigmoid(F.linear(x, self.gate))
+        weights, ids = torch.topk(scores, self.k, -1)
+        self.hit = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True)
+        ids, weights = (t.view(-1, self.k) for t in (ids, weights))
+        return self.experts(x.view(x.shape[0] * x.shape[1], self.hidden), ids, weights).view(x.shape)
+
+    def offsets(self, sorted_ids):
+        return torch.cumsum(self.hit.sum((0, 1)), 0, dtype=torch.int32)
+
+
+class RowsTwice(Separate):
+    """Gate and up each take the tokens from a view of their own."""
+
+    def forward(self, x):
+        self.x = x
+        return super().forward(x)
+
+    def gather(self, x, perm):
+        return x[perm // self.k], self.x.reshape(-1, self.hidden)[perm // self.k]
+
+    def project_up(self, rows, sorted_ids, offsets):
+        pairs = zip(rows, (self.gate_proj, self.up_proj), strict=True)
+        return [grouped(r, w.transpose(1, 2), offsets) for r, w in pairs]
+
+
+@pytest.mark.parametrize("block", [RouterOfItsOwn, RowsTwice])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+def test_operands_that_several_nodes_compute(block, dtype, tolerance, monkeypatch):
+    """Op and block share their gradient out among these nodes in different ways; all of it is what counts."""
+    x = tokens(dtype=dtype, grad=False).view(2, -1, HIDDEN).requires_grad_()
+    fused = check_fused(block(dtype=dtype), x, tolerance=tolerance)
+    assert fused.report.sites[0].op == "moe" and fused.report.sites[0].verify_error < tolerance
+    for edit in (BACKWARD["detached x"], BACKWARD["gradient doubled x"]):
+        with monkeypatch.context() as patch:
+            sabotage(patch, edit)
+            check_refused(block(dtype=dtype), x, reason="verify", detail="in the gradient of")
 
 
 @pytest.mark.parametrize(
