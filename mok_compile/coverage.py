@@ -100,10 +100,12 @@ def cell(name: str, setting: Setting, device: str = "cpu") -> Cell:
 def _running(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
     """The blocks that run in one eager call: text alone does not reach the experts for images."""
     seen: set[str] = set()
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: seen.add(name))
-        for name in families.blocks_of(model)
-    ]
+    hooks = []
+    for name in families.blocks_of(model):
+        block = model.get_submodule(name)
+        # A list is not called itself, its experts are.
+        for module in block if isinstance(block, nn.ModuleList) else [block]:
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: seen.add(name)))
     model(**inputs)
     for hook in hooks:
         hook.remove()
