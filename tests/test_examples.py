@@ -18,12 +18,15 @@ EXAMPLES = {
     "train_char_lm.py": ("--steps", "8", "--layers", "1", "--experts", "4", "--top-k", "2", "--context", "32"),
     "generate.py": ("--tokens", "6"),
     "hf_trainer.py": ("--steps", "6"),
+    "expert_parallel.py": ("--steps", "4"),
 }
 
 
 def start(script, arguments, folder):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = several if script == "expert_parallel.py" else ()
+    command = [sys.executable, *launcher, str(ROOT / "examples" / script), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
