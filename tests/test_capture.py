@@ -69,6 +69,15 @@ def test_a_block_with_masks_needs_no_flags(block):
     assert (len(backend.graphs), backend.fused) == (1, 1)
 
 
+def test_after_a_reset_of_dynamo():
+    """It clears Dynamo's callbacks, and nobody fetches the backend anew: the first frame is traced as any other."""
+    model, x, backend = in_a_function(AnyMask), tokens(), Ours()
+    for _ in range(2):
+        torch._dynamo.reset()
+        assert torch.allclose(run(model, x, backend), model(x), rtol=1e-9)
+    assert (len(backend.graphs), backend.fused) == (2, 2)
+
+
 def test_it_is_asked_for():
     assert not Options().capture
     model, x, backend = in_a_function(AnyMask), tokens(), Ours(capture=False)
