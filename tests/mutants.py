@@ -26,7 +26,7 @@ import torch._dynamo
 from corpus import CASES, Case
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
@@ -221,7 +221,12 @@ def order(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def alike(a: fx.Node, b: fx.Node) -> bool:
     x, y = tensor_of(a), tensor_of(b)
-    return x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype
+    return x is not None and y is not None and same_shape(x.shape, y.shape) and x.dtype == y.dtype
+
+
+def same_shape(a: tuple, b: tuple) -> bool:
+    """Whether two shapes are equal for certain: of sizes that only the data tells, nobody may ask."""
+    return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))
 
 
 def swap_operands(graph: fx.Graph, rng: random.Random) -> str:
@@ -444,6 +449,8 @@ class _Shaped(fx.Proxy):
 
     @property
     def shape(self):
+        if not all(isinstance(n, int) for n in self.like.shape):
+            raise Void  # such a size is no constant of the graph
         return tuple(self.like.shape)
 
     @property
@@ -463,7 +470,9 @@ def permute_rows(graph: fx.Graph, rng: random.Random) -> str:
             for node in tensors(graph)
             for index in indices
             for user in node.users
-            if tensor_of(node).shape[:1] == tensor_of(index).shape and place[user] > place[index] and user is not index
+            if same_shape(tensor_of(node).shape[:1], tensor_of(index).shape)
+            and place[user] > place[index]
+            and user is not index
         ),
     )
     later = node if place[node] > place[index] else index
