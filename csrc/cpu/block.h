@@ -4,6 +4,7 @@
 // *row* is the position of a slot once the slots are sorted by expert; rows of slots without expert come last.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace mok {
@@ -126,10 +127,10 @@ constexpr int64_t kRight = kSteps * 4 * kColumns;  // lanes of the right operand
 constexpr int64_t kLeadLanes = kSteps + 16;  // row length of the left operand; the pad spreads rows over cache sets
 constexpr int64_t kActivationBlock = 4 * kColumns;
 
-// The length of the parts that `rows` rows are cut into: at most kRows, about equal, whole packings.
-constexpr int64_t rows_per_tile(int64_t rows) {
-  const int64_t parts = (rows + kRows - 1) / kRows;
-  return parts <= 1 ? rows : (rows + parts * kRowsPacked - 1) / (parts * kRowsPacked) * kRowsPacked;
+// The length of the parts that `rows` rows are cut into: at most `most`, about equal, whole packings.
+constexpr int64_t rows_per_tile(int64_t rows, int64_t most = kRows) {
+  const int64_t parts = (rows + most - 1) / most, unit = most < kRowsPacked ? 16 : kRowsPacked;
+  return parts <= 1 ? rows : std::min(most, (rows + parts * unit - 1) / (parts * unit) * unit);
 }
 
 // Which inputs lie packed in a thread's buffer; none without `base`.
@@ -163,7 +164,7 @@ struct alignas(64) Scratch {
 struct Kernels {
   void (*enter)();  // called by each thread before its first tile
   void (*leave)();
-  int64_t down_columns;  // the widest tile of `down`
+  bool streams;  // weights that lie contiguous along their inputs are not packed, but all of a tile's inputs are
   // The last tile of `up` and `dact` is the one likely to come next.
   void (*up)(const Block&, Scratch&, const Tile&, const Tile&);    // rows of x -> h, a
   void (*down)(const Block&, Scratch&, const Tile&);               // rows of a -> tokens of y

@@ -181,11 +181,11 @@ struct Operands {
   int64_t routed() const { return block.E ? block.offsets[block.E - 1] : 0; }
   int64_t rows_begin(int64_t e) const { return e ? block.offsets[e - 1] : 0; }
 
-  // Tiles of each expert's rows and of `columns` columns, at most `width` wide.
-  std::vector<Tile> expert_tiles(int64_t columns, int64_t width) const {
+  // Tiles of at most `rows` of each expert's rows and of `columns` columns, at most `width` wide.
+  std::vector<Tile> expert_tiles(int64_t columns, int64_t width, int64_t rows = kRows) const {
     std::vector<Tile> tiles;
     for (int64_t e = 0; e < block.E; e++) {
-      const int64_t begin = rows_begin(e), end = block.offsets[e], part = rows_per_tile(end - begin);
+      const int64_t begin = rows_begin(e), end = block.offsets[e], part = rows_per_tile(end - begin, rows);
       for (int64_t r = begin; r < end; r += part)
         for (int64_t c = 0; c < columns; c += width)
           tiles.push_back({e, r, std::min(r + part, end), c, std::min(c + width, columns)});
@@ -223,19 +223,20 @@ const Tile& later(const std::vector<Tile>& tiles, int64_t i, int64_t threads) {
 }
 
 // Tiles as large as keeps all threads busy; of tokens, `least` of them.
-std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t widest = kColumns,
-                               int64_t narrowest = 16) {
+std::vector<Tile> expert_tiles(const Operands& operands, int64_t threads, int64_t columns, int64_t rows = kRows,
+                               int64_t widest = kColumns, int64_t narrowest = 16) {
   int64_t width = widest;
-  std::vector<Tile> tiles = operands.expert_tiles(columns, width);
+  std::vector<Tile> tiles = operands.expert_tiles(columns, width, rows);
   while (width > narrowest && static_cast<int64_t>(tiles.size()) < kTilesPerThread * threads)
-    tiles = operands.expert_tiles(columns, width /= 2);
+    tiles = operands.expert_tiles(columns, width /= 2, rows);
   return tiles;
 }
 
+// Many tokens come in parts rather than in tiles of fewer than `few` columns.
 std::vector<Tile> token_tiles(const Operands& operands, int64_t least, int64_t columns, int64_t widest,
-                              int64_t narrowest = 16) {
+                              int64_t narrowest = 16, int64_t few = 2 * kColumns) {
   int64_t width = widest;
-  while (width > 2 * kColumns && operands.block.T * width > kTokens * kColumns) width /= 2;
+  while (width > few && operands.block.T * width > kTokens * kColumns) width /= 2;
   int64_t tokens = std::min(operands.block.T, kTokens * kColumns / width);
   for (;;) {
     std::vector<Tile> tiles = operands.token_tiles(columns, width, std::max<int64_t>(tokens, 1));
@@ -282,12 +283,16 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
     const int64_t row_bytes = (block.gated ? 2 : 1) * block.I * size_of(block.dtype), routed = operands.routed();
     std::fill_n(block.h + routed * row_bytes, (operands.slots() - routed) * row_bytes, 0);
   }
-  const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I);
+  // Rows whose packed inputs fit: the tiles of all columns then share them.
+  const int64_t steps = std::max<int64_t>(16, (block.H + 31) / 32 * 16), fitting = kRight / steps / 16 * 16;
+  const int64_t most_rows = table.streams ? std::clamp<int64_t>(fitting, 16, kRows) : kRows;
+  const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I, most_rows);
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
     table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));
   });
-  const std::vector<Tile> down_tiles =
-      token_tiles(operands, kTilesPerThread * team.threads(), block.H, table.down_columns);
+  const int64_t least = kTilesPerThread * team.threads();
+  const std::vector<Tile> down_tiles = table.streams ? token_tiles(operands, least, block.H, kLead, 16, 4 * kColumns)
+                                                     : token_tiles(operands, least, block.H, kColumns);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
 
@@ -345,7 +350,7 @@ void backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   }
 
   if (need_dh || block.a || need_weights) {
-    const std::vector<Tile> tiles = expert_tiles(operands, team.threads(), block.I, 4 * kColumns, kColumns);
+    const std::vector<Tile> tiles = expert_tiles(operands, team.threads(), block.I, kRows, 4 * kColumns, kColumns);
     team.run(table, tiles.size(), [&](Scratch& scratch, int64_t i) {
       table.dact(block, scratch, tiles[i], later(tiles, i, team.threads()));
     });
