@@ -30,7 +30,7 @@ def test_spellings(block):
 
 
 @pytest.mark.parametrize("block", [Gathered, RowVectors, Expanded, WeighedOnGrid])
-def test_one_expert_a_token(block):
+def test_one_slot_a_token_repeated_once(block):
     """Repeated once, the tokens' rows are the tokens."""
     check_fused(block(k=1), tokens())
 

@@ -62,7 +62,7 @@ def test_levels_can_be_forced(level, monkeypatch):
 @pytest.mark.skipif("MOK_CXXFLAGS" in os.environ, reason="flags of one's own may emulate the tile registers")
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="no AMX there")
 def test_tile_configuration_is_whole_in_the_library():
-    """The processor reads 64 bytes; a compiler that is told of fewer need not write the others. Seen without AMX too."""
+    """The processor reads 64 bytes; a compiler that is told of fewer need not write the others. Seen on any machine."""
     config = bytes([1, 0, *14 * [0], *8 * [64, 0], *16 * [0], *8 * [16], *8 * [0]])
     assert len(config) == 64 and config in build.load("cpu").read_bytes()
 
