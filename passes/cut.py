@@ -35,21 +35,27 @@ SHADOWED = ("enumerate", "int")
 class Cut:
     """`form` has the function's signature; `probe` takes self, the values of `live`, and by keyword the stand-ins.
 
-    `live`: local variables that the loop reads; `total`: the one that it adds the experts' outputs onto, in place;
-    `reads`: attributes of self that it reads.
+    `live`: local variables that the loop reads; `total`: the one that it adds the experts' outputs onto, in place, or
+    the list that it `appends` them to; `start`: the one that says where an expert's rows start, if there is one;
+    `reads`: attributes of self that it reads. The probe returns total and start.
     """
 
     form: Callable
     probe: Callable
     live: tuple[str, ...]
     total: str
+    appends: bool
+    start: str | None
     reads: tuple[str, ...]
 
 
 def may_cut(function: Callable) -> bool:
     """Whether `function` can hold a loop over experts at all, judged by its code object alone."""
-    plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-    return plain and not set(_ADDS).isdisjoint(function.__code__.co_names)
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    names = {*function.__code__.co_names, *function.__code__.co_varnames}
+    lists = {"append", "cat"} <= names and any("expert" in name for name in names)
+    return lists or not set(_ADDS).isdisjoint(names)
 
 
 def cut(function: types.FunctionType, run: Callable) -> Cut | None:
@@ -64,20 +70,24 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
         return None
     body, at = found[0]
     loop, owner = body[at], tree.args.args[0].arg
-    total = _adds_onto(loop)
+    total, appends = _adds_onto(loop)
     reached = _reached(tree.body, loop)
-    region = [*_preparation(reached, body, at), loop]
+    region = [*([] if appends else _preparation(reached, body, at)), loop]
     inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
     known = outside.stored | {a.arg for a in _arguments(tree.args)}
     live = tuple(sorted((inside.loaded & known) - {owner}))
     # A variable that one turn hands to the next, or that is read after the loop, is more than this loop may have.
     carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
     leaks = inside.stored & outside.loaded
-    if owner in inside.stored or (carried | leaks) - {total} or total not in live or not _plain(loop):
+    start = next(iter(carried), None) if appends and len(carried) == 1 else None
+    surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
+    if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
         return None
-    made = _rebuild(tree, body, region, owner, live, total)
+    if total not in live or not set(live) <= surely:
+        return None
+    made = _rebuild(tree, body, region, owner, live, total, appends, start)
     form, probe = (_compile(function, node) for node in made)
-    result = Cut(form, probe, live, total, tuple(sorted(inside.attributes(owner))))
+    result = Cut(form, probe, live, total, appends, start, tuple(sorted(inside.attributes(owner))))
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = lambda owner, live: run(result, owner, live)
     return result
@@ -146,12 +156,21 @@ def _imported(function: types.FunctionType, name: str) -> bool:
 
 
 def _rebuild(
-    tree: ast.FunctionDef, body: list[ast.stmt], region: list[ast.stmt], owner: str, live: Iterable[str], total: str
+    tree: ast.FunctionDef,
+    body: list[ast.stmt],
+    region: list[ast.stmt],
+    owner: str,
+    live: Iterable[str],
+    total: str,
+    appends: bool,
+    start: str | None,
 ) -> tuple[ast.FunctionDef, ast.FunctionDef]:
     """The trees of form and probe."""
     *preparation, loop = (copy.deepcopy(statement) for statement in region)
     turn = copy.deepcopy(loop)
     turn.iter = ast.Call(ast.Name(_ONCE, ast.Load()), [turn.iter], [])
+    edge = ast.Constant(None) if start is None else ast.Name(start, ast.Load())
+    returned = ast.Tuple([ast.Name(total, ast.Load()), edge], ast.Load())
     arguments = [ast.arg(name) for name in (owner, *live)]
     keywords = [ast.arg(name) for name in (_ONCE, *SHADOWED)]
     probe = ast.FunctionDef(
@@ -159,13 +178,18 @@ def _rebuild(
         args=ast.arguments(
             posonlyargs=[], args=arguments, kwonlyargs=keywords, kw_defaults=[None] * len(keywords), defaults=[]
         ),
-        body=[*copy.deepcopy(preparation), turn, ast.Return(ast.Name(total, ast.Load()))],
+        body=[
+            *copy.deepcopy(preparation),
+            turn,
+            ast.Return(returned),
+        ],
         decorator_list=[],
         type_params=[],
     )
     values = ast.Tuple([ast.Name(name, ast.Load()) for name in live], ast.Load())
     ask = ast.Call(ast.Name(_RUN, ast.Load()), [ast.Name(owner, ast.Load()), values], [])
-    add = ast.Call(ast.Attribute(ast.Name(total, ast.Load()), "add_", ast.Load()), [ast.Name(_RESULT, ast.Load())], [])
+    method = ast.Attribute(ast.Name(total, ast.Load()), "append" if appends else "add_", ast.Load())
+    add = ast.Call(method, [ast.Name(_RESULT, ast.Load())], [])
     missing = ast.Compare(ast.Name(_RESULT, ast.Load()), [ast.Is()], [ast.Constant(None)])
     instead = [
         ast.Assign([ast.Name(_RESULT, ast.Store())], ask),
@@ -187,14 +211,35 @@ def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
             yield from _loops(getattr(statement, "orelse", []))
 
 
-def _adds_onto(loop: ast.stmt) -> str | None:
-    """The variable that every ``index_add_`` in the loop adds onto."""
-    names = set()
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDS:
-            receiver = node.func.value
-            names.add(receiver.id if isinstance(receiver, ast.Name) and node.func.attr == _ADDS[0] else None)
-    return names.pop() if len(names) == 1 else None
+def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
+    """The variable that every ``index_add_`` in the loop adds onto, or else that every ``append`` appends to, and
+    whether it is the latter."""
+    methods = [
+        (node.func.value.id if isinstance(node.func.value, ast.Name) else None, node.func.attr)
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    added = {name if method == _ADDS[0] else None for name, method in methods if method in _ADDS}
+    listed = {name for name, method in methods if method == "append"}
+    names = [*added, *listed]
+    return (names[0], bool(listed)) if len(names) == 1 and names[0] is not None else None
+
+
+def _assigned(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
+    """Variables that have a value for certain when `loop` is reached."""
+    found: set[str] = set()
+    for statement in body:
+        if statement is loop:
+            return found
+        branches = [getattr(statement, inner, []) for inner in ("body", "orelse")]
+        on_the_way = next((branch for branch in branches if loop in _statements(branch)), None)
+        simple = (
+            [statement] if not any(branches) else _statements([statement]) if isinstance(statement, ast.With) else []
+        )
+        found |= _Names(simple).stored
+        if on_the_way is not None:
+            return found | _assigned(on_the_way, loop)
+    return found
 
 
 def _reached(body: list[ast.stmt], loop: ast.stmt) -> set[ast.stmt]:
@@ -249,24 +294,25 @@ _FORBIDDEN = (
 )  # fmt: skip
 
 
-def _plain(statement: ast.stmt) -> bool:
+def _plain(statement: ast.stmt, total: str) -> bool:
     """Whether `statement` only computes: names nothing but local variables, and calls for no effect but in-place ops of
-    tensors."""
+    tensors, or to append to `total`."""
     if any(isinstance(node, _FORBIDDEN) for node in ast.walk(statement)):
         return False
     if isinstance(statement, ast.For):
         targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else [statement.target]
         names = all(isinstance(t, ast.Name) for t in targets)
         nested = any(isinstance(n, (ast.For, ast.While)) for s in statement.body for n in ast.walk(s))
-        return names and not nested and not statement.orelse and all(map(_plain, statement.body))
+        return names and not nested and not statement.orelse and all(_plain(s, total) for s in statement.body)
     if isinstance(statement, ast.If):
-        return all(map(_plain, [*statement.body, *statement.orelse]))
+        return all(_plain(s, total) for s in (*statement.body, *statement.orelse))
     if isinstance(statement, ast.With):
-        return _no_grad(statement) and all(map(_plain, statement.body))
+        return _no_grad(statement) and all(_plain(s, total) for s in statement.body)
     if isinstance(statement, ast.Expr):
         call = statement.value
         method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
-        return isinstance(call, ast.Constant) or (method.endswith("_") and not method.endswith("__"))
+        appends = method == "append" and isinstance(call.func.value, ast.Name) and call.func.value.id == total
+        return isinstance(call, ast.Constant) or appends or (method.endswith("_") and not method.endswith("__"))
     return isinstance(statement, (ast.Continue, ast.Pass)) or _assigns_names(statement)
 
 

@@ -22,11 +22,15 @@ lib = torch.library.Library("mok_loop", "DEF")
 lib.define("pick(Tensor bank, bool keepdim) -> Tensor")  # bank[e]
 lib.define("pick_at(Tensor bank, Tensor rows) -> Tensor")  # bank[rows, e]
 lib.define("equal(Tensor ids) -> Tensor")  # ids == e
+lib.define("segment(Tensor rows, SymInt n) -> Tensor")  # the n rows of the expert, where all are sorted by expert
+lib.define("joined(Tensor result, Tensor rows) -> Tensor")  # what all turns make of their `rows`, one after the other
 lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
 _FAKES: dict[str, Callable] = {
     "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
     "pick_at": lambda bank, rows: bank.new_empty((*rows.shape, *bank.shape[2:])),
     "equal": lambda ids: ids.new_empty(ids.shape, dtype=torch.bool),
+    "segment": lambda rows, n: rows.new_empty((n, *rows.shape[1:])),
+    "joined": lambda result, rows: result.new_empty((rows.shape[0], *result.shape[1:])),
     "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
 }
 for _name, _fake in _FAKES.items():

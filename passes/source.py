@@ -31,7 +31,7 @@ class Source:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The innermost source line that `node` was traced from, outside of torch and of this package; None if it is not known."""
+    """The innermost line that `node` was traced from, outside of torch and of this package; None if it is not known."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 

@@ -230,6 +230,34 @@ class Kept(Stacked):
         return y
 
 
+class Sorted(Ranged):
+    """Rows sorted by expert, each expert's taken out in turn, put together again."""
+
+    def moe(self, x, topk_ids, topk_weight):
+        counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
+        counts.scatter_(1, topk_ids, 1)
+        tokens_per_expert = counts.sum(dim=0)
+        indices = topk_ids.view(-1).argsort()
+        sorted_tokens = x[indices // topk_ids.shape[1]]
+        outputs = []
+        start_idx = 0
+        for i, num_tokens in enumerate(self.counted(tokens_per_expert)):
+            if num_tokens == 0:
+                continue
+            end_idx = start_idx + num_tokens
+            expert = self.experts[i]
+            outputs.append(expert(sorted_tokens[start_idx:end_idx]))
+            start_idx = end_idx
+        outs = torch.cat(outputs, dim=0) if outputs else sorted_tokens.new_empty(0)
+        new_x = torch.empty_like(outs)
+        new_x[indices] = outs
+        weighted = new_x.view(*topk_ids.shape, -1).type(topk_weight.dtype).mul_(topk_weight.unsqueeze(dim=-1))
+        return weighted.sum(dim=1).type(new_x.dtype)
+
+    def counted(self, counts):
+        return counts
+
+
 FORMS = {
     "hit": Hit,
     "ranged": Ranged,
@@ -242,6 +270,7 @@ FORMS = {
     "flat": Flat,
     "chunks": Chunks,
     "kept": Kept,
+    "sorted": Sorted,
     "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
     "plain": lambda: Ranged([Plain() for _ in range(E)]),
     "top_1": lambda: Hit(top_k=1),

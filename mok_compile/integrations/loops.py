@@ -80,13 +80,13 @@ def _for_us() -> bool:
 
 
 def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
-    """What the loop of `cut` adds up in `owner`, [T, H], as one op; None if that is not proven. Traced by Dynamo.
+    """What the loop of `cut` adds up in `owner`, [T, H], as one op, or what it puts into its list, one after the other;
+    None if that is not proven. Traced by Dynamo.
 
     `live`: the values of the loop's local variables.
     """
     if not torch.compiler.is_dynamo_compiling():
         return None  # Dynamo gave the form up and runs it as it is
-    reads = [getattr(owner, name, None) for name in ("training", *cut.reads)]  # noqa: F841  `_look` guards them
     comptime(_look)
     plan = _plan(cut, owner)
     if plan is None:
@@ -120,6 +120,9 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return _attribute(owner, rest[0])
     base, *more = rest
     base = _value(owner, live, base)
+    if kind == "row_ids":
+        rows = _value(owner, live, more[0])
+        return torch.searchsorted(base.cumsum(0), torch.arange(rows.shape[0], device=base.device), right=True)
     if kind == "gather":
         ids = _slots(_value(owner, live, more[0]))
         return torch.gather(base, 1, ids.long().clamp(0, base.shape[1] - 1))
@@ -141,25 +144,28 @@ def _bank(owner: torch.nn.Module, live: tuple, recipe: tuple) -> list[torch.Tens
         place, count = source
         tensors = list(live[place][:count])
     else:
-        container, keys, name = source
+        # Straight from the dictionaries: thousands of parameters, each of which costs Dynamo every call on the way.
+        container, keys, path, store, name = source
         modules = getattr(owner, container) if container else owner
-        tensors = [_attribute(modules[key], name) for key in keys]
+        tensors = []
+        for key in keys:
+            module = modules._modules[key]
+            for step in path:
+                module = module._modules[step]
+            tensors.append((module._parameters if store == "parameters" else module._buffers)[name])
     if dtype is not None:
         tensors = [t.to(dtype) for t in tensors]
     return [t.transpose(-2, -1) for t in tensors] if transposed else tensors
 
 
 def _look(context: Any) -> None:
-    """Notes the loop's local variables, while Dynamo traces `run`, and has the constants that it reads guarded."""
-    for variable in _items(context, "reads"):
-        lazy = hasattr(variable, "is_realized") and not variable.is_realized()
-        if lazy and isinstance(variable.peek_value(), (bool, int, float, str)):
-            variable.realize()
-    _live[:] = [tuple(_example(variable) for variable in _items(context, "live"))]
+    """Notes the loop's local variables, and where its module is from, while Dynamo traces `run`."""
+    owner, live = (_variable(context, name) for name in ("owner", "live"))
+    _live[:] = [(tuple(_example(variable) for variable in live.items), owner.source)]
 
 
-def _items(context: Any, name: str) -> list:
-    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize().items
+def _variable(context: Any, name: str) -> Any:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
 
 
 def _example(variable: Any) -> Any:
@@ -180,12 +186,14 @@ def _example(variable: Any) -> Any:
 @torch._dynamo.assume_constant_result
 def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
+    from mok_compile.integrations.guards import guard
     from mok_compile.passes.iteration import understand
     from mok_compile.passes.rules import Break
 
-    live = _live.pop()
+    live, source = _live.pop()
     try:
         plan = _written(understand(cut, owner, live), owner, our_options().engine)
+        guard(owner, source, cut.probe)
     except Break as stop:
         refused[owner] = stop.reason, stop.detail
         log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
@@ -240,8 +248,9 @@ def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
 
 def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     """How to compute `value`, of the recorded turn, from local variables and attributes."""
-    from mok_compile.passes.iteration import Local
     from mok_compile.passes.rules import Break
+    from mok_compile.passes.standins import Local
+    from mok_compile.passes.turn import ROW_IDS
 
     recipe = functools.partial(_recipe, part=part, owner=owner)
     if value.op == "input":
@@ -263,6 +272,8 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     }.get(value.op)
     if value.op is aten.gather.default and value.number < 0:
         return "gather", recipe(args[0]), recipe(args[2])
+    if value.op == ROW_IDS:
+        return value.op, recipe(args[0]), recipe(args[1])
     if value.op is aten._to_copy.default:
         return method, recipe(args[0]), value.meta.dtype
     if value.op in (aten.slice.Tensor, aten.mul.Tensor) and value.number < 0:
@@ -273,14 +284,18 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
 
 
 def _bank_recipe(value: Any, transposed: bool, part: Any, owner: torch.nn.Module) -> tuple:
-    from mok_compile.passes.iteration import Local, Members
+    from mok_compile.passes.standins import Local, Members
 
     dtype, base = None, value
     if value.op is torch.ops.aten._to_copy.default and value.number < 0:
         dtype, base = value.meta.dtype, value.args[0]
     source = part.sources.get(base.args[0]) if base.op == "input" else None
     if isinstance(source, Members):
-        return "members", (source.container, source.keys, source.name), dtype, transposed
+        *path, name = source.name.split(".")
+        members = getattr(owner, source.container) if source.container else owner
+        store = "parameters" if source.name in dict(members[source.keys[0]].named_parameters()) else "buffers"
+        keys = tuple(map(str, source.keys))
+        return "members", (source.container, keys, tuple(path), store, name), dtype, transposed
     if isinstance(source, Local) and source.listed:
         return "listed", (source.place, base.meta.shape[0]), dtype, transposed
     return "stacked", _recipe(value, part, owner), None, transposed

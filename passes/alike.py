@@ -1,0 +1,70 @@
+"""What must hold of the modules that a loop over experts calls, and of those that it is in."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from mok_compile.passes.rules import Break
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
+def check_quiet(owner: torch.nn.Module, reads: tuple[str, ...]) -> None:
+    """Nobody listens to what the loop calls."""
+    for name in reads:
+        found = getattr(owner, name, None)
+        for module in found.modules() if isinstance(found, torch.nn.Module) else ():
+            if _hooked(module):
+                raise Break("hooks", f"a hook sits on {name}, inside the block")
+
+
+def check_calm(expert: torch.nn.Module) -> None:
+    for module in expert.modules():
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            raise Break("hooks", "an expert has a forward of its own (a wrapper, or a compiled one)")
+        for tensor in (*module.parameters(False), *module.buffers(False)):
+            if type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
+                raise Break("subclass", f"an expert's weights are {type(tensor).__name__}")
+
+
+_OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, tuple, list, dict, set, frozenset)
+
+
+def alike(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Whether two experts differ in nothing but the numbers in their parameters."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or a.__dict__.keys() != b.__dict__.keys():
+        return False
+    for tensors in ("_parameters", "_buffers"):
+        mine, theirs = getattr(a, tensors), getattr(b, tensors)
+        if mine.keys() != theirs.keys() or not all(_same_kind(t, theirs[name]) for name, t in mine.items()):
+            return False
+    if a._modules.keys() != b._modules.keys():
+        return False
+    pairs = [(child, b._modules[name]) for name, child in a._modules.items()]
+    if not all((x is y) or (x is not None and y is not None and alike(x, y)) for x, y in pairs):
+        return False
+    values = ((value, b.__dict__[name]) for name, value in a.__dict__.items() if name not in _OWN)
+    return all(_same_value(x, y, a, b) for x, y in values)
+
+
+def _same_kind(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return type(a) is type(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _same_value(x: Any, y: Any, a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, types.MethodType) and isinstance(y, types.MethodType):
+        return x.__func__ is y.__func__ and (x.__self__ is y.__self__ or (x.__self__ is a and y.__self__ is b))
+    return isinstance(x, _PLAIN) and type(x) is type(y) and x == y

@@ -1,0 +1,363 @@
+"""What the body of a loop over experts gets to see while one turn of it is recorded.
+
+They stand for an expert's number, for the experts and for what belongs to one of them. What they cannot stand for ends
+the proof: nothing that a turn does may depend on which expert it is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from mok_compile.passes import record  # noqa: F401  registers the ops
+from mok_compile.passes.alike import alike, check_calm
+from mok_compile.passes.rules import Break
+
+if TYPE_CHECKING:
+    from mok_compile.passes.iteration import Turn
+
+loop_ops = torch.ops.mok_loop
+_TOKEN = "\0e\0"  # stands for the expert's number in a string
+
+
+class Split(Exception):
+    """Experts from `at` on are of another kind than those before."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+class Absent(Exception):
+    """There are no such experts: eager fails if one of them is hit."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Source of a bank: parameter `name` of each of the modules ``owner.container[key]``."""
+
+    container: str
+    keys: tuple[int | str, ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Local:
+    """Source: the local variable at `place` among the live ones; `listed`: a list of one tensor for each expert."""
+
+    place: int
+    listed: bool = False
+
+
+class Index:
+    """The number of an expert in [lo, hi), no particular one: as a tensor with `dims` dimensions or as an integer."""
+
+    __hash__ = None
+
+    def __init__(self, lo: int, hi: int, dims: int = 0) -> None:
+        self.lo, self.hi, self.dims = lo, hi, dims
+
+    def __getitem__(self, at):
+        if self.dims == 1 and at in (0, -1):
+            return Index(self.lo, self.hi)
+        raise Break("no-match", "the loop takes an expert's number apart")
+
+    def item(self) -> Index:
+        return Index(self.lo, self.hi)
+
+    def __format__(self, spec: str) -> str:
+        if self.dims or spec:
+            raise Break("no-match", "the loop prints an expert's number")
+        return _TOKEN
+
+    __str__ = lambda self: format(self)  # noqa: E731
+
+    def __add__(self, other):
+        if isinstance(other, int) and other == 0:
+            return self
+        raise Break("no-match", "the loop computes with an expert's number")
+
+    __radd__ = __add__
+
+    def __eq__(self, other):
+        number = self._number(other)
+        if not self.lo <= number < self.hi:
+            return False
+        if self.hi - self.lo > 1:
+            raise Split(number if number > self.lo else number + 1)
+        return True
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __lt__(self, other):
+        number = self._number(other)
+        if self.lo < number < self.hi:
+            raise Split(number)
+        return self.hi <= number
+
+    def __ge__(self, other):
+        return not self < other
+
+    def __le__(self, other):
+        return self < self._number(other) + 1
+
+    def __gt__(self, other):
+        return not self <= other
+
+    def __bool__(self):
+        raise Break("no-match", "the loop depends on an expert's number")
+
+    __index__ = __int__ = __float__ = __len__ = __iter__ = __bool__
+
+    @staticmethod
+    def _number(other: Any) -> int:
+        if not isinstance(other, int):
+            raise Break("no-match", "the loop compares an expert's number with something that is no number")
+        return other
+
+
+def number_of(value: Any = 0, *args) -> Any:
+    """Stands for `int`."""
+    return value.item() if isinstance(value, (Index, Count)) else int(value, *args)
+
+
+def numbered(items: Any, *args) -> Any:
+    """Stands for `enumerate`."""
+    if args or not isinstance(items, (Group, Numbers, torch.Tensor)):
+        return enumerate(items, *args)
+    return Counted(items.tensor if isinstance(items, Numbers) else items)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``enumerate`` of experts, or of the number of each expert's rows."""
+
+    items: Group | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers in `tensor`, as Python has them."""
+
+    tensor: torch.Tensor
+
+
+class Count:
+    """How many rows the turn's expert has: none, or (`idle` False) some."""
+
+    __hash__ = None
+
+    def __init__(self, idle: bool) -> None:
+        self.idle = idle
+
+    def item(self) -> Count:
+        return self
+
+    def __eq__(self, other):
+        self._check(other)
+        return self.idle
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __gt__(self, other):
+        return not self == other
+
+    def __bool__(self):
+        return not self.idle
+
+    def __add__(self, other):
+        if isinstance(other, Edge) and not other.end:
+            return Edge(True)
+        raise Break("no-match", "the loop computes with the number of an expert's rows")
+
+    __radd__ = __add__
+
+    def __index__(self):
+        raise Break("no-match", "the loop depends on the number of an expert's rows")
+
+    __int__ = __float__ = __index__
+
+    @staticmethod
+    def _check(other: Any) -> None:
+        if not isinstance(other, int) or other != 0:
+            raise Break("no-match", "the loop compares the number of an expert's rows with something else than none")
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Where the rows of the turn's expert begin, or `end`, in rows that are sorted by expert."""
+
+    end: bool = False
+
+
+class Appended:
+    """The list that a loop puts its results in."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+
+    def append(self, result: Any) -> None:
+        if self.results or not isinstance(result, torch.Tensor):
+            raise Break("no-match", "a turn of the loop puts something else than one tensor into its list")
+        self.results.append(result)
+
+
+class Owner:
+    """The module whose method the loop is in; lists and dictionaries of modules in it pick the expert by its number."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.__dict__["_mok_turn"] = turn
+
+    def __getattr__(self, name: str) -> Any:
+        turn: Turn = self.__dict__["_mok_turn"]
+        value = getattr(turn.owner, name)
+        if isinstance(value, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            return Group(turn, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Break("no-match", f"the loop sets self.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        turn: Turn = self.__dict__["_mok_turn"]
+        return Group(turn, "", turn.owner)[key]
+
+
+class Group:
+    """A container of experts."""
+
+    def __init__(self, turn: Turn, name: str, modules: torch.nn.Module) -> None:
+        kinds = (torch.nn.ModuleList, torch.nn.ModuleDict)
+        standard = any(type(modules).__getitem__ is kind.__getitem__ for kind in kinds if isinstance(modules, kind))
+        if not standard:
+            raise Break("no-match", f"{type(modules).__name__} is no list of experts")
+        self._turn, self._name, self._modules = turn, name, modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self):
+        raise Break("data-dependent", "the loop goes over the experts themselves")
+
+    def values(self) -> Group:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if _TOKEN in name:
+            return self[name]
+        raise Break("no-match", f"the loop reads {name} of the experts")
+
+    def __getitem__(self, key: Any) -> Expert:
+        """The expert that stands for all that `key` can mean."""
+        lo, hi = self._turn.range
+        if hi > len(self._modules):
+            raise Split(len(self._modules)) if lo < len(self._modules) else Absent
+        if isinstance(key, Index) and isinstance(self._modules, torch.nn.ModuleDict):
+            keys = tuple(self._modules)[lo:hi]  # through enumerate(experts.values())
+        elif isinstance(key, Index):
+            keys = tuple(range(lo, hi))
+        elif isinstance(key, str) and _TOKEN in key:
+            keys = tuple(key.replace(_TOKEN, str(e)) for e in range(lo, hi))
+        else:
+            raise Break("no-match", "the loop picks an expert by something else than its number")
+        try:
+            members = [self._modules[key] for key in keys]
+        except KeyError as missing:
+            raise Break("no-match", f"there is no expert {missing}") from None
+        with torch._C.DisableTorchFunction():  # looks at all parameters; `Indexing` has no business there
+            other = next((i for i, member in enumerate(members) if not alike(members[0], member)), None)
+        if other is not None:
+            raise Split(lo + other)
+        return Expert(self._turn, self._name, keys, members)
+
+
+class Expert:
+    """An expert that stands for all of `members`."""
+
+    def __init__(self, turn: Turn, container: str, keys: tuple, members: list[torch.nn.Module]) -> None:
+        self._turn, self._container, self._keys, self._members = turn, container, keys, members
+
+    def __call__(self, *args, **kwargs):
+        first, count, recorder = self._members[0], len(self._members), self._turn.recorder
+        check_calm(first)
+        picked = {}
+        for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+            bank = recorder.empty((count, *tensor.shape), tensor, Members(self._container, self._keys, name))
+            picked[name] = loop_ops.pick(bank, False)
+        given = dict(picked)
+        result = torch.func.functional_call(first, picked, args, kwargs)
+        if any(picked[name] is not tensor for name, tensor in given.items()):
+            raise Break("mutation", "an expert replaces one of its buffers")
+        return result
+
+
+class Listed:
+    """A list of one tensor for each expert."""
+
+    def __init__(self, turn: Turn, tensors: list[torch.Tensor], place: int) -> None:
+        self._turn, self._tensors, self._place = turn, tensors, place
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        lo, hi = self._turn.range
+        first, same_kind = self._tensors[0], {(t.shape, t.dtype, t.device) for t in self._tensors}
+        if not isinstance(key, Index) or hi > len(self._tensors) or lo != 0 or len(same_kind) > 1:
+            raise Break("no-match", "the loop picks from a list by something else than an expert's number")
+        shape = (hi, *first.shape)
+        return loop_ops.pick(self._turn.recorder.empty(shape, first, Local(self._place, listed=True)), False)
+
+
+class Indexing(TorchFunctionMode):
+    """Tensors that are indexed or compared with an `Index`."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__()
+        self.turn = turn
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # Parameters as placeholders: autograd would record for them what it saves.
+        known = lambda a: self.turn.recorder.known(a) if isinstance(a, torch.Tensor) else a  # noqa: E731
+        args, kwargs = tree_map(known, (args, kwargs or {}))
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], Index):
+            return self._pick(args[0], args[1])
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            places = [i for i, key in enumerate(args[1]) if isinstance(key, Index)]
+            if places:
+                return self._pick_at(args[0], args[1], places)
+        if func in (torch.Tensor.__eq__, torch.Tensor.eq, torch.eq) and isinstance(args[1], Index):
+            return loop_ops.equal(args[0])
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and isinstance(args[1].stop, Edge):
+            return self._segment(args[0], args[1])
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            return Numbers(args[0])
+        return func(*args, **kwargs)
+
+    def _pick(self, tensor: torch.Tensor, index: Index) -> torch.Tensor:
+        if tensor.shape[0] < index.hi:
+            raise Split(tensor.shape[0]) if index.lo < tensor.shape[0] else Absent
+        return loop_ops.pick(tensor, index.dims == 1)
+
+    def _segment(self, tensor: torch.Tensor, key: slice) -> torch.Tensor:
+        if key != slice(Edge(), Edge(True)) or (self.turn.segmented is not None and self.turn.segmented is not tensor):
+            raise Break("no-match", "the loop takes rows that are not proven to be its expert's")
+        self.turn.segmented = tensor
+        return loop_ops.segment(tensor, self.turn.recorder.size() if self.turn.rows is None else self.turn.rows)
+
+    def _pick_at(self, tensor: torch.Tensor, keys: tuple, places: list[int]) -> torch.Tensor:
+        rows, rest = keys[0], keys[2:]
+        if places != [1] or not isinstance(rows, torch.Tensor) or any(key is not None for key in rest):
+            raise Break("no-match", "the loop picks numbers of an expert in an unusual way")
+        if tensor.dim() != 2 or tensor.shape[1] < keys[1].hi:
+            raise Break("shape", "an expert has no column of its own")
+        found = loop_ops.pick_at(tensor, rows)
+        for _ in rest:
+            found = found.unsqueeze(-1)
+        return found

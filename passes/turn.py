@@ -1,0 +1,462 @@
+"""Facts of one turn of a loop over experts: how an expert's share is picked, computed and added up.
+
+They go with the facts and rules of whole graphs: the rows of the turn's expert are known as rows in an order of their
+own, its matrix as that of all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mok_compile.passes.facts import (
+    BiasRows,
+    Broken,
+    Combined,
+    Differentiable,
+    Fact,
+    Iota,
+    Pointwise,
+    Rows,
+    RowWeight,
+    Token,
+    Weight,
+)
+from mok_compile.passes.rules import RULES, Break, Facts, _biased, _projected, same
+from mok_compile.passes.view import Meta, Value, View
+
+if TYPE_CHECKING:
+    from mok_compile.passes.iteration import Turn
+
+aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
+
+
+@dataclass(frozen=True)
+class Choice(Fact):
+    """1 where the slot goes to the expert, else 0; `axes` of "t" (token), "k" (slot of it), "e" (expert), "1"."""
+
+    ids: Value
+    axes: tuple[str, ...]
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Mine(Fact):
+    """`Choice` of the turn's expert."""
+
+    ids: Value
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Used(Fact):
+    """Positive where the expert has a row, else zero."""
+
+    ids: Value
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Hits(Fact):
+    """The numbers of the experts that have a row, each once."""
+
+    ids: Value
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Places(Fact):
+    """[n, axes]: where the turn's expert is chosen."""
+
+    ids: Value
+    order: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slot(Fact):
+    """At each of the expert's rows: which of its token's slots it is."""
+
+    ids: Value
+    order: str
+
+
+@dataclass(frozen=True)
+class Member(Fact):
+    """The turn's expert's own matrix or bias, out of ``weight.stored``."""
+
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class Staged(Fact):
+    """What `inner` says, with a dimension of one before it."""
+
+    inner: Rows | Pointwise | Member
+
+
+@dataclass(frozen=True)
+class Passed(Fact):
+    """The tokens themselves, weighted, added onto `base`."""
+
+    rows: Rows
+    base: Value
+
+
+# The op of a value that no node holds: the expert of each row, by how many rows each expert has.
+ROW_IDS = "row_ids"
+OWN: dict[Any, Callable] = {}
+
+
+def _own(*ops) -> Callable:
+    def register(function: Callable) -> Callable:
+        for op in ops:
+            OWN[op] = function
+        return function
+
+    return register
+
+
+class TurnFacts(Facts):
+    """Facts of one turn: the rules of this module first."""
+
+    def __init__(self, view: View, turn: Turn) -> None:
+        self.turn = turn
+        self._made: dict[tuple, Value] = {}
+        super().__init__(view.values)
+
+    def derived(self, op: Any, args: tuple, like: Value, shape: tuple, dtype: torch.dtype | None = None) -> Value:
+        """A value that no node holds: `op` of banks as a whole, where the loop applies it to one member."""
+        key = (op, *args)
+        if key not in self._made:
+            meta = Meta(dtype or like.meta.dtype, shape, like.meta.device)
+            self._made[key] = Value(-1 - len(self._made), op, args, {}, like.index, meta, like.detached)
+        return self._made[key]
+
+    def unstaged(self, value: Any) -> Any:
+        """`value` without the dimension of one before it, if it is known as something with one."""
+        fact = self.of(value)
+        if not isinstance(fact, Staged):
+            return value
+        low = self.derived("unstaged", (value,), value, value.meta.shape[1:])
+        self._of[low] = fact.inner
+        return low
+
+    def _derive(self, value: Value) -> None:
+        apply = OWN.get(value.op)
+        if value.op in _ROWWISE and any(isinstance(self.of(v), Staged) for v in value.inputs):
+            apply = _rowwise
+        if apply is not None:
+            try:
+                fact = apply(self, value, *value.args, **value.kwargs)
+            except Break as stop:
+                self._break(value, stop)
+                return
+            if fact is not None:
+                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed)):
+                    self._break(value, Break("no-match", "gradients are switched off inside the loop"))
+                else:
+                    self._of[value] = fact
+                return
+        super()._derive(value)
+
+    def _break(self, value: Value, stop: Break) -> None:
+        self.broken[value] = Broken(stop.reason, stop.detail, value)
+
+
+def _integer(value: Value) -> bool:
+    return not value.meta.dtype.is_floating_point and value.meta.dtype != torch.bool
+
+
+@_own(aten.eq.Tensor)
+def _one_hot(facts, value, a, b):
+    """``ids[..., None] == arange(E)``, as torch.nn.functional.one_hot spells itself."""
+    counted = isinstance(facts.of(b), Iota) and len(b.meta.shape) == 1 and isinstance(b.meta.shape[0], int)
+    if not counted or a.op is not aten.unsqueeze.default or a.args[1] not in (-1, len(a.meta.shape) - 1):
+        return None
+    ids = a.args[0]
+    axes = {1: ("t",), 2: ("t", "k")}.get(len(ids.meta.shape))
+    return Choice(ids, (*axes, "e"), b.meta.shape[0]) if axes and _integer(ids) else None
+
+
+@_own(loop_ops.equal.default)
+def _equal(facts, value, ids):
+    axes = {1: ("t",), 2: ("t", "k")}.get(len(ids.meta.shape))
+    return Mine(ids, axes) if axes and _integer(ids) else None
+
+
+@_own(aten._to_copy.default)
+def _copy(facts, value, a, *, dtype=None, device=None, **kwargs):
+    fact = facts.of(a)
+    if device is not None and value.meta.device != a.meta.device:
+        return None
+    if isinstance(fact, (Choice, Mine, Used)):
+        return fact
+    if isinstance(fact, RowWeight) and isinstance(fact.weights, Value) and value.meta.dtype.is_floating_point:
+        args = (fact.weights, value.meta.dtype)
+        cast = facts.derived(aten._to_copy.default, args, fact.weights, fact.weights.meta.shape, value.meta.dtype)
+        return replace(fact, weights=cast)
+    if isinstance(fact, Member) and value.meta.dtype.is_floating_point:
+        stored = fact.weight.stored
+        if dtype in (None, stored.meta.dtype):
+            return fact
+        cast = facts.derived(aten._to_copy.default, (stored, dtype), stored, stored.meta.shape, dtype)
+        return Member(replace(fact.weight, stored=cast))
+    return None
+
+
+@_own(aten.permute.default, aten.transpose.int, aten.t.default)
+def _permute(facts, value, a, *dims):
+    fact, rank = facts.of(a), len(a.meta.shape)
+    if value.op is aten.permute.default:
+        order = [d % rank for d in dims[0]]
+    else:
+        order = list(range(rank))
+        i, j = (d % rank for d in dims) if dims else (0, rank - 1)
+        order[i], order[j] = order[j], order[i]
+    if isinstance(fact, (Choice, Mine)):
+        return replace(fact, axes=tuple(fact.axes[d] for d in order))
+    if isinstance(fact, Member) and order == [1, 0]:
+        return Member(replace(fact.weight, transposed=not fact.weight.transposed))
+    if isinstance(fact, Staged) and isinstance(fact.inner, Member) and order == [0, 2, 1]:
+        weight = fact.inner.weight
+        return Staged(Member(replace(weight, transposed=not weight.transposed)))
+    return fact if order == list(range(rank)) and isinstance(fact, Member) else None
+
+
+@_own(aten.sum.dim_IntList)
+def _sum(facts, value, a, dim, keepdim=False, **kwargs):
+    fact = facts.of(a)
+    if not isinstance(fact, Choice) or keepdim or dim is None:
+        return None
+    left = [axis for i, axis in enumerate(fact.axes) if i not in [d % len(fact.axes) for d in dim]]
+    return Used(fact.ids, fact.num_experts) if left == ["e"] else None
+
+
+@_own(aten.gt.Scalar, aten.ne.Scalar, aten.ge.Scalar)
+def _positive(facts, value, a, number):
+    fact = facts.of(a)
+    least = 1 if value.op is aten.ge.Scalar else 0
+    return fact if isinstance(fact, Used) and number == least else None
+
+
+@_own(loop_ops.nonzero.default)
+def _nonzero(facts, value, mask, n):
+    fact = facts.of(mask)
+    if isinstance(fact, Used):
+        return Hits(fact.ids, fact.num_experts)
+    return Places(fact.ids, f"places {value.number}", fact.axes) if isinstance(fact, Mine) else None
+
+
+@_own(aten.unbind.int)
+def _unbind(facts, value, a, dim=0):
+    return _column(facts, a, dim, value.index)
+
+
+@_own(aten.select.int)
+def _select(facts, value, a, dim, index):
+    fact = facts.of(a)
+    if isinstance(fact, Staged):
+        return fact.inner if dim % len(a.meta.shape) == 0 and index in (0, -1) else None
+    return _column(facts, a, dim, index)
+
+
+def _column(facts: Facts, a: Value, dim: int, index: int) -> Fact | None:
+    fact = facts.of(a)
+    if dim % len(a.meta.shape) != 1:
+        return None
+    if isinstance(fact, Hits):
+        return fact
+    if not isinstance(fact, Places):
+        return None
+    axis = fact.axes[index]
+    if axis == "t":
+        shape = fact.ids.meta.shape
+        return Token(fact.ids, fact.order, shape[1] if len(shape) == 2 else 1)
+    return Slot(fact.ids, fact.order) if axis == "k" else None
+
+
+@_own(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.alias.default)
+def _narrow(facts, value, a, *args, **kwargs):
+    fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if isinstance(fact, (Choice, Mine)) and len(new) < len(old):
+        dims = [args[0]] if isinstance(args[0], int) else list(args[0]) if args else None
+        if dims is None:
+            return None
+        dims = [d % len(old) for d in dims]
+        if len(old) - len(new) != len(dims):
+            return None
+        return replace(fact, axes=tuple(axis for i, axis in enumerate(fact.axes) if i not in dims))
+    whole = len(old) == len(new) and all(map(same, old, new))
+    return fact if whole and isinstance(fact, (Choice, Mine, Used, Hits, Member)) else None
+
+
+@_own(loop_ops.pick.default)
+def _pick(facts, value, bank, keepdim):
+    fact, (lo, hi) = facts.of(bank), facts.turn.range
+    if isinstance(fact, Choice):
+        if fact.axes[0] != "e" or hi > fact.num_experts:
+            return None
+        return Mine(fact.ids, (("1",) if keepdim else ()) + fact.axes[1:])
+    if fact is not None or not bank.meta.dtype.is_floating_point or len(bank.meta.shape) not in (2, 3):
+        return None
+    if lo != 0:
+        raise Break("layout", "the weights of the experts do not start at number 0")
+    if bank.meta.shape[0] != hi:
+        bank = facts.derived(aten.slice.Tensor, (bank, 0, 0, hi), bank, (hi, *bank.meta.shape[1:]))
+    member = Member(Weight(bank, True))
+    return Staged(member) if keepdim else member
+
+
+@_own(loop_ops.segment.default)
+def _segment(facts, value, rows, n):
+    counts = facts.turn.counts
+    if counts is None or facts.of(rows) is not None or not rows.meta.dtype.is_floating_point:
+        return None
+    ids = facts.derived(ROW_IDS, (counts, rows), counts, rows.meta.shape[:1], torch.int64)
+    return Rows(rows, 1, ids, "segment", dtypes=frozenset([rows.meta.dtype]))
+
+
+@_own(loop_ops.joined.default)
+def _joined(facts, value, result, rows):
+    fact = facts.of(result)
+    whole = isinstance(fact, Pointwise) and fact.bare is not None and fact.level == 2
+    if not whole or fact.weight is not None or fact.stray or fact.order != "segment":
+        return None
+    return Combined(fact, None)
+
+
+@_own(loop_ops.pick_at.default)
+def _pick_at(facts, value, table, rows):
+    by = facts.of(rows)
+    if not isinstance(by, Token) or facts.of(table) is not None or not table.meta.dtype.is_floating_point:
+        return None
+    if not same(table.meta.shape[0], by.ids.meta.shape[0]):
+        return None
+    weights = facts.derived(aten.gather.default, (table, 1, by.ids), table, by.ids.meta.shape)
+    return RowWeight(weights, by.ids, by.order)
+
+
+@_own(aten.index.Tensor)
+def _index(facts, value, a, indices):
+    by = [facts.of(i) if isinstance(i, Value) else i for i in indices]
+    if len(by) == 2 and by[0] is None and indices[0] is None and isinstance(by[1], Token):
+        if a.op is not aten.unsqueeze.default or a.args[1] % len(a.meta.shape) != 0:
+            return None
+        rows = RULES[aten.index.Tensor](facts, value, a.args[0], (indices[1],))
+        return Staged(rows) if isinstance(rows, Rows) else None
+    if len(by) == 2 and isinstance(by[0], Token) and isinstance(by[1], Slot):
+        ids, weights = by[0].ids, a
+        while weights.op is aten.unsqueeze.default and weights.args[1] in (-1, len(weights.meta.shape) - 1):
+            weights = weights.args[0]
+        fits = len(weights.meta.shape) == 2 and all(map(same, weights.meta.shape, ids.meta.shape))
+        if by[1] != Slot(ids, by[0].order) or not fits or not weights.meta.dtype.is_floating_point:
+            return None
+        return RowWeight(weights, ids, by[0].order) if facts.of(weights) is None else None
+    return None
+
+
+@_own(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(facts, value, a, shape):
+    fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if len(old) == len(new) and all(map(same, old, new)):
+        return fact if isinstance(fact, (Member, Staged)) else None
+    return fact.inner if isinstance(fact, Staged) and len(new) == len(old) - 1 and same(new[-1], old[-1]) else None
+
+
+@_own(aten.unsqueeze.default, aten.expand.default)
+def _stage(facts, value, a, *args, **kwargs):
+    fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if isinstance(fact, (Staged, Member)) and len(old) == len(new) and all(map(same, old, new)):
+        return fact
+    staged = len(new) == len(old) + 1 and same(new[0], 1) and all(map(same, old, new[1:]))
+    before = value.op is aten.expand.default or args[0] % len(new) == 0
+    rows = isinstance(fact, (Rows, Pointwise)) and isinstance(fact.order, str)
+    return Staged(fact) if staged and before and (rows or isinstance(fact, Member)) else None
+
+
+@_own(aten.bmm.default)
+def _bmm(facts, value, a, b):
+    if not all(isinstance(facts.of(v), Staged) for v in (a, b)):
+        return None
+    low = facts.derived("unstaged", (value,), value, value.meta.shape[1:])
+    product = _mm(facts, low, facts.unstaged(a), facts.unstaged(b))
+    return Staged(product) if product is not None else None
+
+
+_ROWWISE = {
+    getattr(packet, overload)
+    for packet in (
+        aten.mul, aten.add, aten.sub, aten.rsub, aten.div, aten.silu, aten.sigmoid, aten.relu, aten.tanh, aten.exp,
+        aten.erf, aten.gelu, aten.softplus, aten.neg, aten.pow, aten.clamp, aten.clamp_min, aten.clamp_max,
+        aten.hardtanh, aten._to_copy, aten.split, aten.slice,
+    )
+    for overload in packet.overloads()
+}  # fmt: skip
+
+
+def _rowwise(facts, value, *args, **kwargs):
+    """Functions of rows, whatever stands before the rows."""
+    if value.op in (aten.split.Tensor, aten.slice.Tensor):
+        place = 2 if value.op is aten.split.Tensor else 1
+        if len(args) <= place or args[place] % len(value.meta.shape) == 0:
+            return None
+        args = (*args[:place], args[place] % len(value.meta.shape) - 1, *args[place + 1 :])
+    low = facts.derived("unstaged", (value,), value, value.meta.shape[1:])
+    args = tuple(facts.unstaged(a) for a in args)
+    apply = OWN.get(value.op)
+    fact = apply(facts, low, *args, **kwargs) if apply else None
+    fact = RULES[value.op](facts, low, *args, **kwargs) if fact is None and value.op in RULES else fact
+    return Staged(fact) if isinstance(fact, (Rows, Pointwise, Member)) else None
+
+
+@_own(aten.mm.default)
+def _mm(facts, value, a, b):
+    rows, member = facts.of(a), facts.of(b)
+    if not isinstance(member, Member) or not isinstance(rows, (Rows, Pointwise)) or len(b.meta.shape) != 2:
+        return None
+    if rows.ids is None:
+        return None
+    return _projected(value, rows, member.weight, rows.ids)
+
+
+@_own(aten.addmm.default)
+def _addmm(facts, value, bias, a, b, *, beta=1, alpha=1):
+    member, product = facts.of(bias), _mm(facts, value, a, b)
+    if product is None or not isinstance(member, Member) or len(bias.meta.shape) != 1 or (beta, alpha) != (1, 1):
+        return None
+    return _biased(product, BiasRows(member.weight.stored, product.ids, product.order))
+
+
+@_own(aten.add.Tensor)
+def _add(facts, value, a, b, alpha=1):
+    for x, y in ((a, b), (b, a)):
+        fact, member = facts.of(x), facts.of(y)
+        if isinstance(fact, Pointwise) and isinstance(member, Member) and len(y.meta.shape) == 1 and alpha == 1:
+            return _biased(fact, BiasRows(member.weight.stored, fact.ids, fact.order))
+    return None
+
+
+@_own(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(facts, value, a, b):
+    """A constant behind the routing weights belongs to them."""
+    fact = facts.of(a)
+    constant = isinstance(b, (int, float)) and not isinstance(b, bool)
+    if not constant or not isinstance(fact, Pointwise) or fact.level < 2 or not isinstance(fact.weight, Value):
+        return None
+    scaled = facts.derived(aten.mul.Tensor, (fact.weight, b), fact.weight, fact.weight.meta.shape)
+    return replace(fact, weight=scaled)
+
+
+@_own(aten.index_add.default)
+def _index_add(facts, value, base, dim, index, source, *, alpha=1):
+    rows, by = facts.of(source), facts.of(index)
+    if not isinstance(rows, Rows):
+        return None  # rows of experts: the rules of whole graphs
+    whole = dim % len(base.meta.shape) == 0 and alpha == 1 and same(base.meta.shape[-1], source.meta.shape[-1])
+    if not isinstance(by, Token) or (by.ids, by.order, by.k) != (rows.ids, rows.order, rows.k) or not whole:
+        raise Break("no-match", "rows are added up by an index that is not proven to be their token")
+    return Passed(rows, base)
