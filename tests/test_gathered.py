@@ -29,12 +29,6 @@ def test_spellings(block):
     assert not any("bmm" in t for t in fused.targets())
 
 
-@pytest.mark.parametrize("block", [Gathered, RowVectors, Expanded, WeighedOnGrid])
-def test_one_slot_a_token_repeated_once(block):
-    """Repeated once, the tokens' rows are the tokens."""
-    check_fused(block(k=1), tokens())
-
-
 def test_square_weights_the_other_way_round():
     """H == 2I == I: shapes cannot tell a weight from its transpose."""
 
