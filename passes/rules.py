@@ -595,9 +595,29 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
         return replace(fact, rows=replace(fact.rows, dtypes=fact.rows.dtypes | {value.meta.dtype}))
     if isinstance(fact, ExpertWeights) or (isinstance(fact, Combined) and fact.base is not None):
         return None
-    if isinstance(fact, (RowWeight, BiasRows)) and value.meta.dtype.itemsize < a.meta.dtype.itemsize:
-        raise Break("dtype", f"routing weights or biases are narrowed to {value.meta.dtype} inside the block")
-    return fact
+    if isinstance(fact, Combined):  # what was rounded stays so; the result alone may end in a narrow type
+        return None if _narrowed(a) else fact
+    if not _loses(a.meta.dtype, value.meta.dtype):
+        return fact
+    if isinstance(fact, Full):
+        return fact if float(torch.tensor(fact.number, dtype=value.meta.dtype)) == fact.number else None
+    if isinstance(fact, Lifted):
+        return None
+    raise Break("dtype", f"routing weights, biases or outputs are narrowed to {value.meta.dtype} inside the block")
+
+
+def _loses(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether a cast between these floating-point types rounds."""
+    return new != old and new.itemsize <= old.itemsize
+
+
+def _narrowed(value: Value) -> bool:
+    """Whether `value` went through a cast that rounds."""
+    while value.op is aten._to_copy.default:
+        if _loses(value.args[0].meta.dtype, value.meta.dtype):
+            return True
+        value = value.args[0]
+    return False
 
 
 @rule(aten.masked_fill.Scalar)

@@ -5,7 +5,7 @@ import torch
 from blocks import HIDDEN, TOKENS, Biased, Fixed, K, routing, tokens
 from harness import Fused, assert_close, check_fused, check_refused, compare, twin
 from test_user_blocks import HIDDEN as WRITTEN_HIDDEN
-from test_user_blocks import DenseWhere, StackedWeights
+from test_user_blocks import Dense, DenseWhere, StackedWeights
 from torch.nn import functional as F
 
 
@@ -328,3 +328,41 @@ def test_a_number_among_the_weights(caplog):
     fused = Fused(model, verify=False)
     compare(model, fused, x)
     assert fused.report.fused == 0 and "please report" not in caplog.text
+
+
+class RoundedResult(Fixed):
+    """The result is rounded to bfloat16, and goes on in its own type."""
+
+    def combine(self, x, rows, weights, perm):
+        return super().combine(x, rows, weights, perm).to(torch.bfloat16).to(x.dtype)
+
+
+class RoundedTokens(Fixed):
+    """The tokens are rounded on the way to their rows."""
+
+    def gather(self, x, perm):
+        rows = x[:, None].to(torch.bfloat16).to(x.dtype).expand(-1, self.k, -1)
+        return rows.reshape(-1, self.hidden)[perm]
+
+
+@pytest.mark.parametrize("block", [RoundedResult, RoundedTokens])
+def test_rounding_in_between_stays(block):
+    model, inputs = block(), problem()
+    fused = Fused(model, verify=False)
+    compare(model, fused, *inputs)
+
+
+class RoundedShare(Dense):
+    """The routing weights of each expert are rounded."""
+
+    def add(self, out, x, ids, weights, e, expert):
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        return out + share.to(torch.bfloat16).to(share.dtype) * expert(x)
+
+
+def test_rounded_routing_weights_of_one_expert():
+    x = torch.randn(9, WRITTEN_HIDDEN, dtype=torch.float64, requires_grad=True)
+    model = RoundedShare()
+    fused = Fused(model, verify=False)
+    compare(model, fused, x, tolerance=1e-9)
+    assert fused.report.fused == 0
