@@ -25,12 +25,20 @@ def check_quiet(owner: torch.nn.Module, reads: tuple[str, ...]) -> None:
 
 
 def check_calm(expert: torch.nn.Module) -> None:
+    """`expert` is nothing but its class and its parameters, each of them in one place."""
+    places = [module for _, module in expert.named_modules(remove_duplicate=False) if _tensors(module)]
+    if len({*map(id, places)}) < len(places):
+        raise Break("layout", "a part of an expert is in two places of it")
     for module in expert.modules():
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             raise Break("hooks", "an expert has a forward of its own (a wrapper, or a compiled one)")
-        for tensor in (*module.parameters(False), *module.buffers(False)):
+        for tensor in _tensors(module):
             if type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
                 raise Break("subclass", f"an expert's weights are {type(tensor).__name__}")
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(False), *module.buffers(False)]
 
 
 _OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

@@ -287,11 +287,16 @@ class Expert:
         first, count, recorder = self._members[0], len(self._members), self._turn.recorder
         check_calm(first)
         picked = {}
-        for name, tensor in (*first.named_parameters(), *first.named_buffers()):
-            bank = recorder.empty((count, *tensor.shape), tensor, Members(self._container, self._keys, name))
-            picked[name] = loop_ops.pick(bank, False)
+        for path, module in first.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                bank = recorder.empty((count, *tensor.shape), tensor, Members(self._container, self._keys, full))
+                picked[full] = loop_ops.pick(bank, False)
         given = dict(picked)
-        result = torch.func.functional_call(first, picked, args, kwargs)
+        # Weights that are tied in the first expert need not be tied in the others.
+        result = torch.func.functional_call(first, picked, args, kwargs, tie_weights=False)
         if any(picked[name] is not tensor for name, tensor in given.items()):
             raise Break("mutation", "an expert replaces one of its buffers")
         return result

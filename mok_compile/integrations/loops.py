@@ -293,7 +293,8 @@ def _bank_recipe(value: Any, transposed: bool, part: Any, owner: torch.nn.Module
     if isinstance(source, Members):
         *path, name = source.name.split(".")
         members = getattr(owner, source.container) if source.container else owner
-        store = "parameters" if source.name in dict(members[source.keys[0]].named_parameters()) else "buffers"
+        module = members[source.keys[0]].get_submodule(".".join(path))
+        store = "parameters" if name in module._parameters else "buffers"
         keys = tuple(map(str, source.keys))
         return "members", (source.container, keys, tuple(path), store, name), dtype, transposed
     if isinstance(source, Local) and source.listed:

@@ -1,0 +1,68 @@
+"""Guards on what a proof read of modules that Dynamo does not trace through.
+
+A block that is proven from its modules' own code is valid as long as their attributes, types and the globals of that
+code are what they were: a limit, an activation, whether a submodule is in training. Dynamo guards what it reads itself;
+what only the proof has read is guarded here, by the same means, so that a change makes it trace anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import types
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, Source, UnspecializedNNModuleSource
+
+from mok_compile.passes.reach import Reach, is_constant, is_object
+
+
+def guard(owner: torch.nn.Module, source: Source, function: types.FunctionType) -> None:
+    """Guards all that `function`, called with `owner`, can read. `source`: where Dynamo has `owner` from."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    reach = Reach(owner, function)
+    seen: set[int] = set()
+    _guard_attributes(owner, source, reach, seen)
+    for module, name in sorted(reach.globals):
+        space = InstructionTranslator.current_tx().import_source(module)
+        _guard_value(getattr(sys.modules[module], name), AttrSource(space, name), reach, seen)
+
+
+def _guard_attributes(value: Any, source: Source, reach: Reach, seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for store in ("_parameters", "_buffers") if isinstance(value, torch.nn.Module) else ():
+        for name in [name for name, tensor in getattr(value, store).items() if tensor is None]:
+            place: Source = DictGetItemSource(AttrSource(source, store), name)
+            install_guard(place.make_guard(GuardBuilder.CONSTANT_MATCH))
+    for name, attribute in reach.attributes(value):
+        if isinstance(value, torch.nn.Module) and value._modules.get(name) is attribute:
+            place = UnspecializedNNModuleSource(DictGetItemSource(AttrSource(source, "_modules"), name))
+        else:
+            place = AttrSource(source, name)
+        _guard_value(attribute, place, reach, seen)
+
+
+def _guard_value(value: Any, source: Source, reach: Reach, seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    if is_constant(value):
+        install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    elif is_object(value):
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+        if isinstance(value, torch.nn.Module) and "forward" not in value.__dict__:
+            absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr="forward")
+            install_guard(source.make_guard(absent))
+        _guard_attributes(value, source, reach, seen)
+    elif type(value) in (list, tuple, dict, collections.OrderedDict):
+        keyed = isinstance(value, dict)
+        install_guard(source.make_guard(GuardBuilder.DICT_KEYS_MATCH if keyed else GuardBuilder.SEQUENCE_LENGTH))
+        for key, item in value.items() if keyed else enumerate(value):
+            _guard_value(item, DictGetItemSource(source, key) if keyed else GetItemSource(source, key), reach, seen)
+    else:
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))

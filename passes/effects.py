@@ -1,0 +1,86 @@
+"""What running a loop's code once leaves behind: in modules, other objects, classes, globals, and random numbers.
+
+A proof runs the code that the fused op then replaces. Code that leaves something behind, a counter that is one higher,
+must run as often as in eager, so it is no block; and what the proof's own run has left is undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mok_compile.passes.reach import CONTAINERS, Reach, is_constant
+
+_OPEN = (list, dict, set, deque)  # containers that can change
+
+
+class Effects:
+    """What `owner` and all that `reach` finds are now, to compare with what they are later."""
+
+    def __init__(self, owner: torch.nn.Module, reach: Reach) -> None:
+        self._globals = [(vars(sys.modules[m]), name, vars(sys.modules[m])[name]) for m, name in reach.globals]
+        objects = {id(value): value for value in (*owner.modules(), *reach.objects(owner))}
+        self._attributes = [(value.__dict__, dict(value.__dict__)) for value in objects.values()]
+        bases = {base for cls in reach.classes for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"}
+        self._classes = [(cls, dict(vars(cls))) for cls in bases - {object}]
+        held = [attribute for _, attributes in (*self._attributes, *self._classes) for attribute in attributes.values()]
+        found = _containers([*held, *(value for _, _, value in self._globals)])
+        self._contents = [(value, copy.copy(value)) for value in found]
+        self._random = random.getstate()
+
+    def undo(self) -> bool:
+        """Puts back what has changed; whether anything has."""
+        changed = random.getstate() != self._random
+        random.setstate(self._random)
+        for now, before in self._attributes:
+            if _differ(now, before):
+                changed = True
+                now.clear()
+                now.update(before)
+        for cls, before in self._classes:
+            if _differ(vars(cls), before):
+                changed = True
+                for name in vars(cls).keys() - before.keys():
+                    delattr(cls, name)
+                for name in [name for name, value in before.items() if vars(cls).get(name) is not value]:
+                    setattr(cls, name, before[name])
+        for space, name, before in self._globals:
+            if not _same(space.get(name), before):
+                changed, space[name] = True, before
+        for now, before in self._contents:
+            if _differ(now, before):
+                changed = True
+                now.clear()
+                now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
+        return changed
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return True
+    if isinstance(b, dict):
+        return a.keys() != b.keys() or not all(_same(a[name], value) for name, value in b.items())
+    return a != b if isinstance(b, set) else not all(map(_same, a, b))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (is_constant(b) and type(a) is type(b) and a == b)
+
+
+def _containers(values: list) -> Iterator[Any]:
+    """All containers that can change among `values`, and in these, each once."""
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen or not isinstance(value, CONTAINERS):
+            continue
+        seen.add(id(value))
+        values += value.values() if isinstance(value, dict) else value
+        if isinstance(value, _OPEN):
+            yield value
