@@ -47,9 +47,9 @@ def may_be_negative(value: Value, num_experts: int) -> bool:
             return True
         if num_experts == 1 and (op in _GROW or (op in _CLAMP | _FILL and any(n > 0 for n in numbers))):
             return True
-        if op in _NEVER or value.meta.dtype == torch.bool or (op in _REMAINDER and numbers and numbers[0] > 0):
-            continue
-        if op in _CLAMP and _low(value) >= 0:
+        folded = op in _REMAINDER and bool(numbers) and numbers[0] > 0
+        settled = folded or op in _NEVER or (op in _CLAMP and _low(value) >= 0)
+        if value.meta.dtype == torch.bool or (settled and num_experts > 1) or (folded and numbers[0] == 1):
             continue
         # Scores are compared and sorted, not computed with: what top-k makes of them are places.
         computed = op in _ROUND or op in _WITH_NUMBER

@@ -211,7 +211,12 @@ class LoneClamped(Shifted):
         return ids.clamp(min=1)
 
 
-@pytest.mark.parametrize("block", [Lone, LoneClamped])
+class LoneFolded(Shifted):
+    def shifted(self, ids):
+        return (ids + 1) % 4
+
+
+@pytest.mark.parametrize("block", [Lone, LoneClamped, LoneFolded])
 def test_one_expert_takes_every_row(block):
     ids, weights = routing(experts=1, k=1)
     check_refused(block(experts=1, k=1), tokens(), ids, weights, reason="no-match", verify=False)
