@@ -57,7 +57,10 @@ class Row:
             if self.site.verify_error is not None:
                 yield "verified", f"largest relative error of a row {self.site.verify_error:.1e}"
             if self.site.detail:
-                yield "engine", f"{self.site.engine}; passed over: {self.site.detail}"
+                if self.site.problem is None:  # it was the op already
+                    yield "how", self.site.detail
+                else:
+                    yield "engine", f"{self.site.engine}; passed over: {self.site.detail}"
 
 
 def rows(report: Report) -> list[Row]:

@@ -646,7 +646,19 @@ def test_a_reset_of_dynamo_leaves_the_doors_open():
     assert hasattr(Later.__dict__["forward"], "__wrapped__")
 
 
-LISTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
+def test_longcat():
+    """Zero experts, in the classes of transformers 4 and 5."""
+    module = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+    sizes = {"hidden_size": H, "expert_ffn_hidden_size": 12, "moe_intermediate_size": 12, "n_routed_experts": 5}
+    more = {"zero_expert_num": 3, "moe_topk": K, "num_experts_per_tok": K, "routed_scaling_factor": 1.3}
+    block = module.LongcatFlashMoE(module.LongcatFlashConfig(**sizes, **more))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.3)
+    check(block)
+
+
+LISTS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]
 
 
 @pytest.mark.parametrize("family", LISTS)

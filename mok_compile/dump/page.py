@@ -109,6 +109,8 @@ def _site(number: int, site: Site, script: str | None) -> str:
             f'<div class="why {site.status}"><p><b>{_text(site.reason)}</b>: {_text(meaning)}.</p>'
             f"<p>{_text(site.detail)}</p><p><b>What to do:</b> {_text(cure)}</p>{_obstacle(site)}</div>"
         )
+    elif site.detail and site.problem is None:  # it was the op already
+        parts.append(f"<p>{_text(site.detail)}</p>")
     elif site.detail:
         parts.append(f"<p>Engine <b>{_text(site.engine or '')}</b>; passed over: {_text(site.detail)}</p>")
     if site.slice is not None:

@@ -98,6 +98,8 @@ def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
         x, ids = _value(owner, live, x), _slots(_value(owner, live, ids))
         weights = torch.ones_like(ids, dtype=x.dtype) if weights is None else _value(owner, live, weights)
         banks = [[t for bank in kind for t in _bank(owner, live, bank)] for kind in banks]
+        if any(t.dtype != dtype for kind in banks for t in kind):
+            return None  # others in their place while this is traced: `torch.func.functional_call`
         total = torch.ops.mok.experts(x.to(dtype), ids, weights, *banks, spec, engine)[0]
     for lo, hi, x, ids, weights in passed:
         x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
@@ -160,8 +162,12 @@ def _bank(owner: torch.nn.Module, live: tuple, recipe: tuple) -> list[torch.Tens
 
 def _look(context: Any) -> None:
     """Notes the loop's local variables, and where its module is from, while Dynamo traces `run`."""
-    owner, live = (_variable(context, name) for name in ("owner", "live"))
-    _live[:] = [(tuple(_example(variable) for variable in live.items), owner.source)]
+    _live.clear()
+    try:
+        owner, live = (_variable(context, name) for name in ("owner", "live"))
+        _live.append((tuple(_example(variable) for variable in live.items), owner.source))
+    except AttributeError:  # Dynamo's own classes, which another release of torch may have changed: a loop stays a loop
+        log.warning("mok-compile: this release of torch keeps its variables otherwise; please report", exc_info=True)
 
 
 def _variable(context: Any, name: str) -> Any:
@@ -190,6 +196,8 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     from mok_compile.passes.iteration import understand
     from mok_compile.passes.rules import Break
 
+    if not _live:
+        return None
     live, source = _live.pop()
     try:
         plan = _written(understand(cut, owner, live), owner, our_options().engine)
