@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 CONTAINERS = (list, tuple, dict, set, collections.deque)
+_CALLS = frozenset({"forward", "__call__"})
 _MODULES = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
@@ -29,15 +30,18 @@ class Reach:
     """
 
     def __init__(self, owner: torch.nn.Module, function: types.FunctionType) -> None:
-        self.names: set[str] = {"forward", "__call__"}
+        self.names: set[str] = set(_CALLS)
         self.globals: set[tuple[str, str]] = set()
         self._functions: set[types.FunctionType] = set()
         self._add(function)
         while True:
             known = len(self.names), len(self._functions)
-            self.classes = {type(value) for value in self.objects(owner)}
+            objects = tuple(self.objects(owner))
+            self.classes = {type(value) for value in objects}
+            # `function` stands for the owner's own forward, of which the rest is Dynamo's to trace.
+            called = {type(value) for value in objects if value is not owner}
             for cls in self.classes:
-                for name in tuple(self.names):
+                for name in tuple(self.names) if cls in called else self.names - _CALLS:
                     self._add_all(_functions_of(_static(cls, name)))
             for function in tuple(self._functions):
                 self._follow(function)

@@ -266,6 +266,103 @@ def test_a_part_in_two_places_of_the_first_expert():
     assert traced.report.fused == 0
 
 
+# Blocks that change what their experts are before they call them
+
+
+class SetsLimit(Hit):
+    def forward(self, x):
+        for expert in self.experts:
+            expert.limit = 0.05 if x.shape[1] > 9 else 0.7
+        return super().forward(x)
+
+
+class SetsActivation(Hit):
+    def forward(self, x):
+        act = nn.Tanh() if x.shape[1] > 9 else nn.SiLU()
+        for expert in self.experts:
+            expert.act_fn = act
+        return super().forward(x)
+
+
+class SetsGlobal(Hit):
+    def forward(self, x):
+        global BETA
+        BETA = 0.2 if x.shape[1] > 9 else 1.7
+        return super().forward(x)
+
+
+class Swaps(Hit):
+    def forward(self, x):
+        if x.shape[1] > 9:
+            self.experts[0], self.experts[1] = self.experts[1], self.experts[0]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SetsLimit([Limited() for _ in range(E)]),
+        SetsActivation,
+        lambda: SetsGlobal([Global() for _ in range(E)]),
+        Swaps,
+    ],
+)
+def test_changed_before_they_are_called(make, monkeypatch):
+    monkeypatch.setitem(globals(), "BETA", BETA)
+    block = make()
+    other = copy.deepcopy(block)
+    traced = Traced(block)
+    for length in (9, 12, 9):
+        x = tokens(2, length)
+        assert_close(traced(x), other(x))
+
+
+def test_training_is_switched_before_they_are_called():
+    class Switches(Ranged):
+        def forward(self, x):
+            self.experts.train(x.shape[1] > 9)
+            return super().forward(x)
+
+    block = Switches([Plain(dropout=0.5) for _ in range(E)])
+    other = copy.deepcopy(block)
+    traced = Traced(block)
+    for length in (9, 12, 9):
+        x = tokens(2, length)
+        torch.manual_seed(3)
+        wanted = other(x)
+        torch.manual_seed(3)
+        assert_close(traced(x), wanted)
+
+
+def test_notes_of_the_block_itself_are_no_change():
+    class Notes(Hit):
+        def forward(self, x):
+            self.last_length = x.shape[1]
+            return super().forward(x)
+
+    block = Notes()
+    traced = Traced(block, fullgraph=True)
+    compare(block, traced, tokens(2, 9))
+    assert traced.report.fused == 1 and block.last_length == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_functional_call(dtype):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Hit()
+
+        def forward(self, x):
+            other = {name: p.to(dtype) * 2 for name, p in self.block.named_parameters()}
+            return torch.func.functional_call(self.block, other, (x.to(dtype),))
+
+    model = Outer()
+    traced = Traced(model)
+    compare(model, traced, tokens(2, 9))
+    assert traced.report.fused == 1, traced.report
+
+
 # Experts that leave something behind
 
 

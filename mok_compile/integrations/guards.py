@@ -2,7 +2,8 @@
 
 A block that is proven from its modules' own code is valid as long as their attributes, types and the globals of that
 code are what they were: a limit, an activation, whether a submodule is in training. Dynamo guards what it reads itself;
-what only the proof has read is guarded here, by the same means, so that a change makes it trace anew.
+what only the proof has read is guarded here, by the same means, so that a change makes it trace anew. What the traced
+code itself has changed on the way is not yet done when the proof reads: there is no proof then.
 """
 
 from __future__ import annotations
@@ -15,21 +16,46 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, Source, UnspecializedNNModuleSource
+from torch._dynamo.variables.misc import NewGlobalVariable
 
-from mok_compile.passes.reach import Reach, is_constant, is_object
+from mok_compile.passes.reach import CONTAINERS, Reach, is_constant, is_object
+from mok_compile.passes.rules import Break
 
 
 def guard(owner: torch.nn.Module, source: Source, function: types.FunctionType) -> None:
-    """Guards all that `function`, called with `owner`, can read. `source`: where Dynamo has `owner` from."""
+    """Guards all that `function`, called with `owner`, can read. `source`: where Dynamo has `owner` from.
+
+    Break if any of that is changed by what Dynamo has traced so far.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reach = Reach(owner, function)
+    _check_settled(owner, reach, InstructionTranslator.current_tx().output.side_effects)
     seen: set[int] = set()
     _guard_attributes(owner, source, reach, seen)
     for module, name in sorted(reach.globals):
         space = InstructionTranslator.current_tx().import_source(module)
         _guard_value(getattr(sys.modules[module], name), AttrSource(space, name), reach, seen)
+
+
+def _check_settled(owner: torch.nn.Module, reach: Reach, side_effects: SideEffects) -> None:
+    """Dynamo does what the traced code does to objects only once the graph has run."""
+    names = {name for _, name in reach.globals}
+    globals_set = [set(m) for v, m in side_effects.store_attr_mutations.items() if isinstance(v, NewGlobalVariable)]
+    changed = any(names & stored for stored in globals_set)
+    for value in reach.objects(owner):
+        variable = side_effects.id_to_variable.get(id(value))
+        changed |= not reach.names.isdisjoint(side_effects.store_attr_mutations.get(variable, ()))
+        held = [attribute for _, attribute in reach.attributes(value)]
+        if isinstance(value, torch.nn.Module):
+            held.append(value._modules)
+        for container in (v for v in held if isinstance(v, CONTAINERS)):
+            variable = side_effects.id_to_variable.get(id(container))
+            changed |= variable is not None and side_effects.is_modified(variable)
+    if changed:
+        raise Break("mutation", "what the experts depend on is changed in the code before them")
 
 
 def _guard_attributes(value: Any, source: Source, reach: Reach, seen: set[int]) -> None:
