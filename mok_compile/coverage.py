@@ -47,7 +47,8 @@ SETTINGS = (
 @dataclass(frozen=True)
 class Cell:
     """So many of the `blocks` that run are `fused`; `routers` of them take the router along. `why` not: reason code and
-    sentence of each miss, or what the model raised (`blocks` is None if it does not run at all)."""
+    sentence of each miss, or what the model raised. `blocks` is None if the model does not run at all, 0 if there is no
+    such setting."""
 
     fused: int
     blocks: int | None
@@ -59,7 +60,8 @@ class Cell:
         return self.fused == self.blocks
 
     def __str__(self) -> str:
-        return "does not run" if self.blocks is None else f"{self.fused}/{self.blocks}"
+        shown = "does not run" if self.blocks is None else "–"
+        return f"{self.fused}/{self.blocks}" if self.blocks else shown
 
 
 Row = dict[str, Cell]  # by the name of the setting
@@ -87,14 +89,23 @@ def cell(name: str, setting: Setting, device: str = "cpu") -> Cell:
         model, inputs = model.to(device).train(setting.training), {k: v.to(device) for k, v in inputs.items()}
         with torch.set_grad_enabled(setting.training):
             blocks = len(_running(model, inputs))
-            if setting.checkpointed:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if setting.checkpointed and not _checkpointed(model):
+                return Cell(0, 0)
             fused, routers = _fused(model, inputs, setting.dynamic)
             why = () if fused == blocks else _reasons(model, inputs)
     except Exception as error:  # whatever a model raises
         text = next(iter(str(error).strip().splitlines()), "")
         return Cell(0, blocks, why=(f"error: {type(error).__name__}: {text}"[:200],))
     return Cell(fused, blocks, routers, why)
+
+
+def _checkpointed(model: nn.Module) -> bool:
+    """Switches checkpointing on; False where the model has none."""
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        return False
+    return True
 
 
 def _running(model: nn.Module, inputs: dict[str, Any]) -> set[str]:

@@ -72,6 +72,16 @@ def test_blocks_that_verify_withdraws_do_not_count(tiny, monkeypatch):
     assert found.fused == 0 and any(why.startswith("verify") for why in found.why)
 
 
+def test_settings_that_a_model_does_not_have(tiny, monkeypatch):
+    def refuse(self, how):
+        raise ValueError("does not support gradient checkpointing")
+
+    monkeypatch.setattr(Tiny, "gradient_checkpointing_enable", refuse)
+    (checkpointed,) = (setting for setting in SETTINGS if setting.checkpointed)
+    found = coverage.cell("tiny", checkpointed)
+    assert found.complete and str(found) == "–" and not found.why
+
+
 def test_models_that_fail_are_told(monkeypatch):
     def broken(name, dtype):
         raise RuntimeError("no such luck")
