@@ -517,22 +517,30 @@ def _may_write(node: fx.Node, fake: Any) -> bool:
     written; the bodies of higher-order ops work on fakes of their own, so these are read."""
     bodies = [getattr(node.graph.owning_module, a.target, None) for a in node.all_input_nodes if a.op == "get_attr"]
     bodies = [b for b in bodies if isinstance(b, fx.GraphModule)]
-    if bodies:
-        return any(_writes_anything(body) for body in bodies)
     if not isinstance(fake, torch.Tensor):
         return False
+    if bodies:
+        return any(_writes(body, fake.dtype) for body in bodies)
     return fake.is_inference() or fake._version > 0
 
 
-def _writes_anything(body: fx.GraphModule) -> bool:
+def _writes(body: fx.GraphModule, dtype: torch.dtype) -> bool:
+    """Whether `body` writes into a tensor that is, or may be, of this dtype."""
     for node in body.graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         augmented = node.target in _AUGMENTED or name == "__setitem__" or "out" in node.kwargs
         mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node.op in ("call_function", "call_method") and (in_place or augmented or mutable):
-            return True
-    return any(_writes_anything(child) for child in body.children() if isinstance(child, fx.GraphModule))
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if name == "view" and any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
+            return True  # memory of one dtype under the name of another
+        if in_place or augmented or mutable:
+            target = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+            written = target.meta.get("example_value") if target is not None else None
+            if mutable or "out" in node.kwargs or not isinstance(written, torch.Tensor) or written.dtype == dtype:
+                return True
+    return any(_writes(child, dtype) for child in body.children() if isinstance(child, fx.GraphModule))
 
 
 _AUGMENTED = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import HIDDEN, TOKENS, Biased, Fixed, K, routing, tokens
+from blocks import EXPERTS, HIDDEN, TOKENS, Biased, Fixed, K, routing, tokens
 from harness import Fused, assert_close, check_fused, check_refused, compare, twin
 from test_user_blocks import HIDDEN as WRITTEN_HIDDEN
 from test_user_blocks import Dense, DenseWhere, StackedWeights
@@ -371,3 +371,28 @@ def test_rounded_routing_weights_of_one_expert():
     fused = Fused(model, verify=False)
     compare(model, fused, x, tolerance=1e-9)
     assert fused.report.fused == 0
+
+
+class Reweighted(torch.autograd.Function):
+    """Reads the ids; its backward pass writes in place, into gradients only."""
+
+    @staticmethod
+    def forward(ctx, weights, ids):
+        ctx.save_for_backward(weights, ids)
+        return weights * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, ids = ctx.saved_tensors
+        grads = torch.zeros(weights.shape[0], EXPERTS)
+        grads.scatter_add_(-1, ids, grad * 2)
+        return grads.gather(-1, ids), None
+
+
+class ReadByAFunction(Fixed):
+    def forward(self, x, ids, weights):
+        return self.experts(x, ids, Reweighted.apply(weights, ids))
+
+
+def test_ids_that_a_function_with_its_own_gradient_reads():
+    check_fused(ReadByAFunction(), *problem(), verify=False)
