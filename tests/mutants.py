@@ -82,16 +82,29 @@ class _Examples(fx.Interpreter):
 def trace(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> None:
     """Fresh example values for all nodes of `gm`; raises what the graph raises."""
     # Sizes that only the data tells are symbols, as in Dynamo; all others are numbers.
-    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, grad_mode_kept():
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, modes_kept():
         _Examples(gm).run(*used(tuple(map(mode.from_tensor, inputs))))
 
 
-class grad_mode_kept:
+class modes_kept:
+    """Puts back what a graph that raises half-way leaves switched: gradients, autocast."""
+
     def __enter__(self):
-        self.before = torch.is_grad_enabled()
+        self.gradients, self.autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        self.dtype, self.nesting = torch.get_autocast_dtype("cpu"), nesting()
 
     def __exit__(self, *_):
-        torch.set_grad_enabled(self.before)
+        torch.set_grad_enabled(self.gradients)
+        torch.set_autocast_enabled("cpu", self.autocast)
+        torch.set_autocast_dtype("cpu", self.dtype)
+        while nesting() > self.nesting:
+            torch.autocast_decrement_nesting()
+
+
+def nesting() -> int:
+    """How many autocast contexts are open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def used(leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -140,7 +153,7 @@ def run(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Outcome:
 def _run(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Outcome:
     leaves = tuple(i.detach().clone().requires_grad_(i.requires_grad) for i in inputs)
     given = used(leaves)
-    with grad_mode_kept():
+    with modes_kept():
         outputs = [t for t in tree_leaves(gm.forward(*given)) if isinstance(t, torch.Tensor)]
     generator = torch.Generator().manual_seed(5)
     loss = sum((o * torch.randn(o.shape, generator=generator).to(o.dtype)).sum() for o in outputs if o.requires_grad)
