@@ -177,27 +177,31 @@ def _tokens(value: Value, facts: Facts) -> Operand | None:
         return None
     last = len(base.meta.shape) - 1
     names = dict.fromkeys(range(last), TOKEN) | {last: FEATURE, -1: AGAIN}
-    roles = _named(shape, names)
+    roles = _flat(_named(shape.dims, names))
     return None if roles is None else Operand((base, shape.dtypes), roles)
 
 
-def _named(shape: Shape, names: dict[int, str]) -> Roles | None:
-    """The roles of a shape's dimensions; tokens of several dimensions count as one, in their order."""
-    numbers = [axis.number for dim in shape.dims for axis in dim]
+def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:
+    """The roles of dimensions. Tokens of several axes keep their order; where they are neighbours they are one. Axes of
+    one entry among them say nothing."""
+    numbers = [axis.number for dim in dims for axis in dim]
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(names):
         return None
     tokens = [n for n in numbers if names[n] == TOKEN]
-    if tokens != sorted(tokens) or (len(tokens) > 1 and sum(1 for d in shape.dims if set(d) & _axes(tokens)) > 1):
+    if tokens != sorted(tokens):
         return None
+    axes = [axis for dim in dims for axis in dim if names[axis.number] == TOKEN]
+    solid = [axis for axis in axes if not same(axis.size, 1)] or axes[:1]
     roles = []
-    for dim in shape.dims:
-        own = [names[axis.number] for axis in dim]
-        roles.append(tuple(r for i, r in enumerate(own) if r != TOKEN or TOKEN not in own[:i]))
+    for dim in dims:
+        own = [names[axis.number] for axis in dim if axis not in axes or axis in solid]
+        roles.append(tuple(r for i, r in enumerate(own) if r != TOKEN or i == 0 or own[i - 1] != TOKEN))
     return tuple(roles)
 
 
-def _axes(numbers: list[int]) -> set[Axis]:
-    return {Axis(n, None) for n in numbers}
+def _flat(roles: Roles | None) -> Roles | None:
+    """`roles` if their tokens are all in one dimension."""
+    return None if roles is None or sum(TOKEN in dim for dim in roles) > 1 else roles
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ def _matrices(value: Value, facts: Facts) -> Operand | None:
         names, what = {0: EXPERT, 1: "a", 2: "b"}, Matrices(base, None)
     else:
         return None
-    roles = _named(shape, names)
+    roles = _flat(_named(shape.dims, names))
     experts = None if picked else base.meta.shape[0]
     return None if roles is None or len(shape.dtypes) > 1 else Operand(what, roles, experts)
 
@@ -247,11 +251,11 @@ def _weights(value: Value, facts: Facts) -> Operand | None:
             return None
         if isinstance(fact, Hits) and not distinct(hits.ids):
             return None
-        roles = _named(shape, dict(enumerate(hits.axes)))
+        roles = _named(shape.dims, dict(enumerate(hits.axes)))
         experts = base.meta.shape[hits.axes.index(EXPERT)] if EXPERT in hits.axes else None
     elif fact is None and base.meta.dtype.is_floating_point and len(base.meta.shape) >= 2:
         last = len(base.meta.shape) - 1
-        roles = _named(shape, dict.fromkeys(range(last), TOKEN) | {last: CHOICE})
+        roles = _named(shape.dims, dict.fromkeys(range(last), TOKEN) | {last: CHOICE})
     else:
         return None
     if any(d.itemsize < base.meta.dtype.itemsize for d in shape.dtypes):
@@ -366,8 +370,24 @@ def _reshaped(facts, value, a, *args, **kwargs):
         return None
     axes = iter(Axis(n, sizes[n]) for n in names)
     dims = [tuple(next(axes) for _ in dim) for dim in fact.roles]
-    dims = _CHANGES[value.op](value, dims, *args, **kwargs)
-    return None if dims is None else replace(fact, roles=tuple(tuple(names[x.number] for x in dim) for dim in dims))
+    changed = _CHANGES[value.op](value, dims, *args, **kwargs)
+    if changed is None and _CHANGES[value.op] is _regrouped:
+        dims, names = _cut(dims, names, value.meta.shape)
+        changed = regroup([axis for dim in dims for axis in dim], value.meta.shape)
+    roles = None if changed is None else _named(changed, names)
+    return None if roles is None else replace(fact, roles=roles)
+
+
+def _cut(dims: list, names: dict[int, str], shape: tuple) -> tuple[list, dict[int, str]]:
+    """The one axis of tokens as several, row-major, in the sizes in which they stand next to each other in `shape`."""
+    tokens = [axis for dim in dims for axis in dim if names[axis.number] == TOKEN]
+    runs = [(i, j) for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
+    run = next((run for run in runs if len(tokens) == 1 and same(math.prod(shape[slice(*run)]), tokens[0].size)), None)
+    if run is None:
+        return dims, names
+    parts = tuple(Axis(len(names) + i, n) for i, n in enumerate(shape[slice(*run)]))
+    dims = [tuple(part for axis in dim for part in (parts if axis is tokens[0] else (axis,))) for dim in dims]
+    return dims, names | {part.number: TOKEN for part in parts}
 
 
 for _op in _CHANGES:
@@ -404,7 +424,9 @@ def _elementwise(op, plain) -> None:
         laid = [facts.of(a) for a in args if isinstance(facts.of(a), Laid)]
         if not laid:
             return None
-        if len({fact.roles for fact in laid}) > 1:
+        shapes = [a.meta.shape for a in args if isinstance(facts.of(a), Laid)]
+        spread = any(len(s) != len(value.meta.shape) or not all(map(same, s, value.meta.shape)) for s in shapes)
+        if len({fact.roles for fact in laid}) > 1 or spread:
             raise Break("no-match", f"{op} joins rows of different shapes")
         fact = plain(_Inside(facts), value, *args, **kwargs)
         return replace(laid[0], rows=fact) if isinstance(fact, (Rows, Pointwise)) else None
@@ -466,6 +488,9 @@ def _mul(facts, value, a, b):
             continue
         wanted = tuple(tuple(r for r in dim if r != FEATURE) for dim in rows.roles)
         whole = all(not dim or FEATURE not in own for dim, own in zip(weights.roles, rows.roles, strict=True))
+        # Tokens in several dimensions: [T, 1] with [1, T] would be all pairs of them.
+        sizes = zip(rows.roles, left.meta.shape, right.meta.shape, strict=True)
+        whole = whole and all(same(n, m) for dim, n, m in sizes if TOKEN in dim)
         if weights.roles == wanted and whole and (rows.what.order == EVERY) == isinstance(weights.what, (Share, Hits)):
             return Laid(_by(rows.what, weights.what), rows.roles, weights.experts or rows.experts)
     return None
@@ -504,6 +529,9 @@ def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
     over = [] if dim is None else [fact.roles[_dim(a, d)] for d in dim]
     if keepdim or len(over) != 1 or over[0] not in ((CHOICE,), (EXPERT,)):
         raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
+    left = [dim for dim in fact.roles if dim not in ((), over[0])]
+    if left[-1:] != [(FEATURE,)] or set(left[:-1]) != {(TOKEN,)}:
+        raise Break("no-match", "the sum over the experts of a token does not give rows of tokens")
     return _mixed(facts, fact.rows, over[0])
 
 
@@ -513,6 +541,8 @@ def _mixed(facts: Facts, rows: Rows | Pointwise, over: tuple[str, ...]) -> Combi
         if over != (CHOICE,):
             raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
         return _combined(facts, rows, None)
+    if over != (EXPERT,):
+        raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
     _combined(facts, rows, None)
     return Combined(_routed(rows), None)
 

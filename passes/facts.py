@@ -269,7 +269,7 @@ class Slim(Fact):
 @dataclass(frozen=True)
 class Laid(Fact):
     """Rows with more dimensions: for each of them what it runs over, as roles (TOKEN, CHOICE, EXPERT, FEATURE).
-    `experts` is the size of EXPERT where that is one of them."""
+    Several of TOKEN are one, in row-major order. `experts` is the size of EXPERT where that is one of them."""
 
     rows: Rows | Pointwise
     roles: tuple[tuple[str, ...], ...]

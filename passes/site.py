@@ -278,7 +278,8 @@ def _check_sizes(result: Value, rows: Rows, ups: list[Projection], down: Project
     if any(len(set(map(_form, p.weight.tensors))) > 1 for p in (*ups, down)):
         raise Break("shape", "the experts' weights have different shapes")
     shape = rows.x.meta.shape
-    alike = len(result.meta.shape) == len(shape) and all(map(same, result.meta.shape, shape))
+    flat = (math.prod(shape[:-1]), shape[-1]) if len(result.meta.shape) == 2 else shape
+    alike = len(result.meta.shape) == len(flat) and all(map(same, result.meta.shape, flat))
     if len(shape) < 2 or not same(shape[-1], hidden) or not alike:
         raise Break("shape", "the result has another shape than the tokens that went in")
     for projection, width in ((ups[0], columns), (ups[-1], columns), (down, hidden)):

@@ -115,7 +115,8 @@ class Substitution:
         if _fake(x).dtype != _fake(down[0]).dtype:
             x = self._emit(block, torch.Tensor.to, x, _fake(down[0]).dtype)
         if _fake(x).dim() != 2:
-            x = self._emit(block, torch.flatten, x, 0, -2)
+            flat = self._flat(block) if x is given else None
+            x = self._emit(block, torch.flatten, x, 0, -2) if flat is None else self._kept(block, flat)
         ids = self._per_slot(block, block.ids)
         if _fake(ids).dtype not in IDS:
             ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
@@ -140,7 +141,7 @@ class Substitution:
         )
         result = self._describe(block, self.graph.call_function(operator.getitem, (call, 0)))
         result.meta["example_value"] = _fake(call)[0]
-        if given is not x and _fake(given).dim() != 2:
+        if given is not x and _fake(given).dim() == len(self.view.value(block.final).meta.shape) != 2:
             result = self._emit(block, torch.Tensor.view_as, result, given)
         result.meta["example_value"] = _fake(target_of(block.final))
         if block.base is not None:
@@ -165,6 +166,19 @@ class Substitution:
         if node is None:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
+
+    def _flat(self, block: Block) -> fx.Node | None:
+        """The node of the block that holds its tokens as [T, H] and that others read too, its router for one: gradients
+        then meet there, as they did."""
+        position = self.view.positions[block.final]
+        for node in sorted(block.region, key=self.view.positions.__getitem__):
+            cell = self.view.cells.get(node)
+            value = cell.value_at(position) if isinstance(cell, Cell) and set(node.users) - block.region else None
+            flattened = value is not None and value.op is aten.view.default and value.args[0] is block.x
+            shape = value.meta.shape if flattened and not value.detached else ()
+            if len(shape) == 2 and same(shape[1], block.x.meta.shape[-1]):
+                return node
+        return None
 
     def _kept(self, block: Block, node: fx.Node) -> fx.Node:
         """`node`, or a copy of it where it is written later on: the op's backward pass reads it again."""

@@ -96,12 +96,39 @@ class Llama4(Block):
         return rows.reshape(EXPERTS, -1, HIDDEN).sum(0)
 
 
+class Llama4Flattened(Llama4):
+    """Tokens of several dimensions, flattened, and experts added onto a shared one: Llama 4 of transformers 4."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        return (flat * 2).add_(super().forward(flat))
+
+
+class Sequences(Block):
+    """Every expert on every token, the rows weighed as [E, B, S, H]: Qwen3-VL of transformers 4 in inference."""
+
+    def shapes(self):
+        return {"gate_up": (HIDDEN, 2 * INNER), "down": (INNER, HIDDEN)}
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        weights, ids = torch.topk(self.gate(flat).softmax(-1), self.k, -1)
+        rows = flat.repeat(EXPERTS, 1).view(EXPERTS, -1, HIDDEN)
+        gate, up = torch.bmm(rows, self.gate_up).chunk(2, -1)
+        rows = torch.bmm(up * F.silu(gate), self.down)
+        return self.weigh(rows, self.table(ids, weights), *x.shape[:2])
+
+    def weigh(self, rows, table, batch, length):
+        rows = rows.reshape(EXPERTS, batch, -1, HIDDEN)
+        return (rows * table.transpose(0, 1).view(EXPERTS, batch, -1)[..., None]).sum(0)
+
+
 GATHERED = [GatheredEinsum, GatheredFused, GatheredMatmul]
 DENSE = [DenseEinsum, OneHotDispatch]
 
 
-def tokens(count=TOKENS):
-    return torch.randn(count, HIDDEN, dtype=torch.float64, requires_grad=True)
+def tokens(*count):
+    return torch.randn(*count or (TOKENS,), HIDDEN, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.parametrize("block", GATHERED + DENSE)
@@ -115,6 +142,17 @@ def test_llama4():
     # Scores pass through float32: what is rounded there is rounded by both.
     fused = check_fused(Llama4(), tokens(), tolerance=1e-6)
     assert [spec.weight_on for spec in fused.specs] == ["input"]
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (3, 3), (1, 6), (4, 1)])
+@pytest.mark.parametrize("block", [Sequences, Llama4Flattened])
+def test_tokens_of_several_dimensions(block, shape):
+    check_fused(block(), tokens(*shape), tolerance=1e-6)
+    model = block()
+    fused = Fused(model, dynamic=True)
+    for x in (tokens(*shape), tokens(5, 4)):
+        compare(model, fused, x, tolerance=1e-6)
+    assert fused.report.fused == len(fused.graphs) and fused.report.missed == 0, fused.report
 
 
 @pytest.mark.parametrize("block", GATHERED + DENSE)
@@ -218,6 +256,72 @@ class RowsOfAnotherOrder(Llama4):
         rows = x.repeat_interleave(EXPERTS, 0) * scores.transpose(0, 1).reshape(-1, 1)
         gate, up = torch.bmm(rows.view(EXPERTS, -1, HIDDEN), self.gate_up).chunk(2, -1)
         return torch.bmm(up * self.act(gate), self.down).sum(0)
+
+
+class SwappedRows(Sequences):
+    """Sequences and their positions are swapped in the rows alone."""
+
+    def weigh(self, rows, table, batch, length):
+        rows = rows.reshape(EXPERTS, batch, -1, HIDDEN).transpose(1, 2)
+        return (rows * table.transpose(0, 1).view(EXPERTS, batch, -1)[..., None]).sum(0)
+
+
+class SwappedWeights(Sequences):
+    def weigh(self, rows, table, batch, length):
+        weights = table.transpose(0, 1).view(EXPERTS, batch, -1).transpose(1, 2)
+        return (rows.reshape(EXPERTS, batch, -1, HIDDEN) * weights[..., None]).sum(0)
+
+
+class SwappedBoth(Sequences):
+    """The right sums, in another order than the tokens."""
+
+    def weigh(self, rows, table, batch, length):
+        weights = table.transpose(0, 1).view(EXPERTS, batch, -1).transpose(1, 2)
+        return (rows.reshape(EXPERTS, batch, -1, HIDDEN).transpose(1, 2) * weights[..., None]).sum(0)
+
+
+class SumsSequences(Sequences):
+    def weigh(self, rows, table, batch, length):
+        rows = rows.reshape(EXPERTS, batch, -1, HIDDEN)
+        return (rows * table.transpose(0, 1).view(EXPERTS, batch, -1)[..., None]).sum(1)
+
+
+class RepeatsInside(Sequences):
+    """Copies of the tokens stand between sequences and positions, not before them."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, HIDDEN)
+        weights, ids = torch.topk(self.gate(flat).softmax(-1), self.k, -1)
+        rows = x[:, None].expand(-1, self.k, -1, -1).reshape(-1, 1, HIDDEN)
+        ids = ids.view(*x.shape[:2], self.k)
+        gate, up = torch.bmm(rows, self.gate_up[ids].reshape(-1, HIDDEN, 2 * INNER)).chunk(2, -1)
+        rows = torch.bmm(up * F.silu(gate), self.down[ids].reshape(-1, INNER, HIDDEN))
+        return (rows.view(-1, self.k, HIDDEN) * weights[..., None]).sum(1).view(x.shape)
+
+
+@pytest.mark.parametrize("block", [SwappedRows, SwappedWeights, SwappedBoth, SumsSequences, RepeatsInside])
+def test_one_detail_of_several_dimensions_wrong(block):
+    """As many sequences as positions: shapes say nothing."""
+    model = block()
+    fused = Fused(model)
+    compare(model, fused, tokens(3, 3))
+    assert fused.report.fused == 0 and "verify" not in fused.reasons, fused.report
+
+
+class Turned(DenseEinsum):
+    """As many tokens as features, and the sum is turned on its side."""
+
+    def mix(self, x, ids, weights):
+        gate, up = torch.einsum("th,eih->eti", x, self.w13).chunk(2, -1)
+        rows = torch.bmm(F.silu(gate) * up, self.w2.transpose(1, 2))
+        return (rows * self.table(ids, weights).t().unsqueeze(-1)).transpose(1, 2).sum(0)
+
+
+def test_a_sum_on_its_side():
+    model = Turned()
+    fused = Fused(model)
+    compare(model, fused, tokens(HIDDEN))
+    assert fused.report.fused == 0 and "verify" not in fused.reasons, fused.report
 
 
 @pytest.mark.parametrize(
