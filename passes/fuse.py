@@ -205,10 +205,11 @@ def _refused(block: Block, reason: str, detail: str) -> Site:
 
 
 def _missed(miss: Miss) -> Site:
-    source = source_of(miss.at)
+    at = miss.named or miss.at
+    source = source_of(at)
     code = f": {source.code}" if source is not None and source.code else ""
-    detail = f"{miss.detail} (at {miss.at.name}{code})"
-    return Site("missed", miss.reason, detail, location(miss.anchors, miss.at), node=miss.at.name)
+    detail = f"{miss.detail} (at {at.name}{code})"
+    return Site("missed", miss.reason, detail, location(miss.anchors, at), node=at.name)
 
 
 def _where(block: Block) -> str:

@@ -76,12 +76,16 @@ def tensors_of(operand: Value | FromTable | tuple[Value, ...] | None) -> tuple[V
 
 @dataclass(frozen=True, eq=False)
 class Miss:
-    """A block that was recognised but not proven: reason code, one sentence, and the node where the proof broke."""
+    """A block that was recognised but not proven: reason code, one sentence, and the node where the proof broke.
+
+    `named` is the node to name to the user where that is another, such as one that reads a value inside the block.
+    """
 
     anchors: tuple[fx.Node, ...]
     reason: str
     detail: str
     at: fx.Node
+    named: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def analyse(graph: fx.Graph) -> Analysis:
             blocks.append(_block(final, view, facts))
         except Break as stop:
             for anchor in _anchors_of(final, view, facts):
-                broken[anchor] = (stop, stop.at or final)
+                broken[anchor] = (stop, final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
     return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
@@ -394,7 +398,7 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
         known = next((broken[a] for a in group if a in broken), None)
         if known is not None:
             stop, at = known
-            yield Miss(tuple(group), stop.reason, stop.detail, at)
+            yield Miss(tuple(group), stop.reason, stop.detail, at, stop.at)
             continue
         hook = next((n for n in view.positions if "hook" in str(n.target) and _inside(n, group)), None)
         stop = _first_break(group, view, facts)
