@@ -41,7 +41,7 @@ void dact_tile(const Block& block, Scratch& scratch, const Tile& tile, const Til
   multiply_weights<Isa, Element>(scratch, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down, &ahead, n,
                                  false);
 
-  const int64_t per_block = kActivationBlock / n, S = block.T * block.K;
+  const int64_t per_block = kActivationBlock / n;
   for (int64_t r0 = 0; r0 < rows; r0 += per_block) {
     const int64_t count = smaller(rows - r0, per_block);
     for (int64_t r = 0; r < count; r++) {

@@ -133,6 +133,9 @@ constexpr int64_t rows_per_tile(int64_t rows, int64_t most = kRows) {
   return parts <= 1 ? rows : std::min(most, (rows + parts * unit - 1) / (parts * unit) * unit);
 }
 
+// How many rows of inputs with so many lanes fit into `right` where weights are streamed.
+constexpr int64_t rows_streamed(int64_t steps) { return kRight / steps / 16 * 16; }
+
 // Which inputs lie packed in a thread's buffer; none without `base`.
 struct Inputs {
   const void* base = nullptr;

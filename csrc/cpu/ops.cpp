@@ -284,8 +284,8 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
     std::fill_n(block.h + routed * row_bytes, (operands.slots() - routed) * row_bytes, 0);
   }
   // Rows whose packed inputs fit: the tiles of all columns then share them.
-  const int64_t steps = std::max<int64_t>(16, (block.H + 31) / 32 * 16), fitting = kRight / steps / 16 * 16;
-  const int64_t most_rows = table.streams ? std::clamp<int64_t>(fitting, 16, kRows) : kRows;
+  const int64_t steps = std::clamp<int64_t>((block.H + 31) / 32 * 16, 16, kRight / 16);
+  const int64_t most_rows = table.streams ? std::min(rows_streamed(steps), kRows) : kRows;
   const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I, most_rows);
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
     table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));

@@ -182,7 +182,7 @@ void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int
   using Pack = Packing<Isa, Element>;
   constexpr int64_t kPanel = 32, kBlock = kRight / 16 * Pack::kPerLane;
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    const int64_t part = smaller(k - k0, kBlock), room = kRight / Pack::steps(part) / 16 * 16;
+    const int64_t part = smaller(k - k0, kBlock), room = rows_streamed(Pack::steps(part));
     for (int64_t r0 = 0; r0 < count; r0 += room) {
       const int64_t some = smaller(count - r0, room);
       pack_inputs<Isa>(scratch, rows, p0 + r0, some, k0, part);
