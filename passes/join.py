@@ -37,24 +37,17 @@ def join(substitution: Substitution, insertion: Insertion, router: Router) -> Jo
     recomputed = any(isinstance(output, int) and output > 0 for output in outputs.values())
     if recomputed and any(n.target is torch.amp.autocast_mode._enter_autocast for n in substitution.graph.nodes):
         raise Break("router", "its scores are read, and the graph switches autocast on or off")
-    before = set(substitution.graph.nodes)
     call = next(n for n in insertion.nodes if n.target is torch.ops.mok.experts.default)
     y = next(iter(call.users))
-    try:
-        with substitution.graph.inserting_before(y):
-            moe, quiet = _call(substitution, block, router, region, call)
-            handed = {}
-            for node, output in outputs.items():
-                new = _emit_output(substitution, block, router, moe, output)
-                handed[node] = (
-                    new if shapes[node] is None else substitution._emit(block, torch.reshape, new, shapes[node])
-                )
-    except Exception:
-        for node in reversed([node for node in substitution.graph.nodes if node not in before]):
-            substitution.graph.erase_node(node)
-        raise
+    with substitution.adding() as new, substitution.graph.inserting_before(y):
+        moe, quiet = _call(substitution, block, router, region, call)
+        handed = {}
+        for node, output in outputs.items():
+            given = _emit_output(substitution, block, router, moe, output)
+            if shapes[node] is not None:
+                given = substitution._emit(block, torch.reshape, given, shapes[node])
+            handed[node] = given
     y.replace_input_with(call, moe)
-    new = [node for node in substitution.graph.nodes if node not in before]
     for node in reversed(insertion.nodes):  # the op for the experts alone, and what made ids and weights fit it
         if not node.users and node is not insertion.result:
             substitution.graph.erase_node(node)

@@ -7,8 +7,9 @@ that the block read must still hold the same value there. For each block: `inser
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -67,18 +68,23 @@ class Substitution:
     def insert(self, block: Block) -> Insertion:
         """Adds the op for `block` just before its last node. Break("mutation") where operands are overwritten."""
         self._check_result(block)
-        before = set(self.graph.nodes)
+        with self.adding() as nodes, self.graph.inserting_before(block.final):
+            choice, problem = self._call(block)
+        for node in nodes:
+            self._end[node] = self.view.positions[block.final]
+        return Insertion(block, tuple(nodes), choice, problem)
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[list[fx.Node]]:
+        """Afterwards the list holds the nodes that were added to the graph; if anything was raised, they are gone."""
+        before, nodes = set(self.graph.nodes), []
         try:
-            with self.graph.inserting_before(block.final):
-                choice, problem = self._call(block)
+            yield nodes
         except Exception:
             for node in reversed([node for node in self.graph.nodes if node not in before]):
                 self.graph.erase_node(node)
             raise
-        nodes = tuple(node for node in self.graph.nodes if node not in before)
-        for node in nodes:
-            self._end[node] = self.view.positions[block.final]
-        return Insertion(block, nodes, choice, problem)
+        nodes += [node for node in self.graph.nodes if node not in before]
 
     def commit(self, insertion: Insertion) -> None:
         """From here on the op's result is what every node stood for that returned the block's result object."""
