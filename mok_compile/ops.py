@@ -120,31 +120,46 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
 
 
+_TENSORS = 7  # arguments before those that say how
+
+
 def _setup_context(ctx, inputs, output) -> None:
-    x, ids, weights, up, down, up_bias, down_bias, ctx.spec, ctx.engine = inputs
+    x, ids, weights, *lists = inputs[:_TENSORS]
+    ctx.how = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.sizes = [len(up), len(down), len(up_bias), len(down_bias)]
-    ctx.save_for_backward(x, ids, weights, *up, *down, *up_bias, *down_bias, *output[1:])
+    ctx.sizes = [len(tensors) for tensors in lists]
+    ctx.save_for_backward(x, ids, weights, *(t for tensors in lists for t in tensors), *output[1:])
 
 
-def _backward(ctx, dy, *unused):
-    need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:7]
-    needs = [need_x, need_weights, *(any(n) for n in need_lists)]
-    if dy is None or not any(needs):
-        return (None, None, None, *([None] * n for n in ctx.sizes), None, None)
-    x, ids, weights, *rest = ctx.saved_tensors
-    lists = []
-    for n in ctx.sizes:
-        lists.append(rest[:n])
-        rest = rest[n:]
-    flat = torch.ops.mok.experts_backward(dy, x, ids, weights, *lists, *rest, ctx.spec, ctx.engine, needs)
-    dx = flat.pop(0) if need_x else None
-    dweights = flat.pop(0) if need_weights else None
-    grads = []
-    for n, need in zip(ctx.sizes, needs[2:], strict=True):
-        grads.append([flat.pop(0) for _ in range(n)] if need else [None] * n)
-    return (dx, None, dweights, *grads, None, None)
+def register_gradient(name: str, library: torch.library.Library) -> None:
+    """The derivative of ``mok::<name>`` is ``mok::<name>_backward``.
+
+    The first takes the tensors of ``mok::experts`` and what says how; the second dy, the same tensors, what the first
+    returned beside y, what says how, and the needs.
+    """
+    gradient = getattr(torch.ops.mok, f"{name}_backward")
+
+    def backward(ctx, dy, *unused):
+        need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_TENSORS]
+        needs = [need_x, need_weights, *(any(n) for n in need_lists)]
+        nothing = (None,) * len(ctx.how)
+        if dy is None or not any(needs):
+            return (None, None, None, *([None] * n for n in ctx.sizes), *nothing)
+        x, ids, weights, *rest = ctx.saved_tensors
+        lists = []
+        for n in ctx.sizes:
+            lists.append(rest[:n])
+            rest = rest[n:]
+        flat = gradient(dy, x, ids, weights, *lists, *rest, *ctx.how, needs)
+        dx = flat.pop(0) if need_x else None
+        dweights = flat.pop(0) if need_weights else None
+        grads = []
+        for n, need in zip(ctx.sizes, needs[2:], strict=True):
+            grads.append([flat.pop(0) for _ in range(n)] if need else [None] * n)
+        return (dx, None, dweights, *grads, *nothing)
+
+    torch.library.register_autograd(f"mok::{name}", backward, setup_context=_setup_context, lib=library)
 
 
 def no_double_backward(ctx, *grads):
@@ -163,7 +178,7 @@ def nothing_saved(ctx, *grads):
     )
 
 
-torch.library.register_autograd("mok::experts", _backward, setup_context=_setup_context, lib=lib)
+register_gradient("experts", lib)
 torch.library.register_autograd("mok::experts_infer", nothing_saved, lib=lib)
 torch.library.register_autograd("mok::experts_backward", no_double_backward, lib=lib)
 

@@ -102,37 +102,7 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, _transport, _group, _ranks, _experts, _spec, _engine = inputs
-    x, ids, weights, *lists = tensors
-    ctx.how = inputs[_TENSORS:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.sizes = [len(tensors) for tensors in lists]
-    ctx.save_for_backward(x, ids, weights, *(t for tensors in lists for t in tensors), *output[1:])
-
-
-def _backward(ctx, dy, *unused):
-    need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_TENSORS]
-    needs = [need_x, need_weights, *(any(n) for n in need_lists)]
-    nothing = (None,) * len(ctx.how)
-    if dy is None or not any(needs):
-        return (None, None, None, *([None] * n for n in ctx.sizes), *nothing)
-    x, ids, weights, *rest = ctx.saved_tensors
-    lists = []
-    for n in ctx.sizes:
-        lists.append(rest[:n])
-        rest = rest[n:]
-    flat = torch.ops.mok.experts_parallel_backward(dy, x, ids, weights, *lists, *rest, *ctx.how, needs)
-    dx = flat.pop(0) if need_x else None
-    dweights = flat.pop(0) if need_weights else None
-    grads = [
-        [flat.pop(0) for _ in range(n)] if need else [None] * n for n, need in zip(ctx.sizes, needs[2:], strict=True)
-    ]
-    return (dx, None, dweights, *grads, *nothing)
-
-
-torch.library.register_autograd("mok::experts_parallel", _backward, setup_context=_setup_context, lib=lib)
+ops.register_gradient("experts_parallel", lib)
 torch.library.register_autograd("mok::experts_parallel_infer", ops.nothing_saved, lib=lib)
 torch.library.register_autograd("mok::experts_parallel_backward", ops.no_double_backward, lib=lib)
 
