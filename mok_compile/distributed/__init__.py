@@ -6,25 +6,16 @@ from mok_compile.distributed import ExpertParallel, plan
 parallelize_module(model, mesh["ep"], plan(model))
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from mok_compile._lazy import lazy
 
 if TYPE_CHECKING:
     from mok_compile.distributed.binding import Binding, find_experts
     from mok_compile.distributed.style import ExpertParallel, plan
 
-_LAZY = {"Binding": "binding", "find_experts": "binding", "ExpertParallel": "style", "plan": "style"}
+__getattr__, __dir__ = lazy(
+    __name__, {"Binding": "binding", "find_experts": "binding", "ExpertParallel": "style", "plan": "style"}
+)
 
 __all__ = ["Binding", "ExpertParallel", "find_experts", "plan"]
-
-
-def __getattr__(name):
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted({*globals(), *_LAZY})
