@@ -41,6 +41,7 @@ from mok_compile.passes.rules import (
     _dim,
     _half,
     _integer,
+    _loses,
     _projected,
     _root,
     _weight,
@@ -52,6 +53,7 @@ from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
 AGAIN = "again"  # what a dimension runs over that only repeats
+TOKENS = ((TOKEN,), ())  # the roles of the tokens' dimension; the second where there is but one token
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,21 @@ class Shape:
     dtypes: frozenset[torch.dtype] = frozenset()
 
 
-def unfold(value: Value) -> Shape:
-    """`value` without the changes of shape that led to it."""
-    changed = None if value.detached else _unfold(value)
+def unfold(value: Value, rounded: bool = True) -> Shape:
+    """`value` without the changes of shape and the casts that led to it; without `rounded`, not past a cast that
+    rounds."""
+    changed = None if value.detached else _unfold(value, rounded)
     if changed is not None:
         return changed
     return Shape(value, tuple((Axis(i, n),) for i, n in enumerate(value.meta.shape)), frozenset([value.meta.dtype]))
 
 
-def _unfold(value: Value) -> Shape | None:
+def _unfold(value: Value, rounded: bool) -> Shape | None:
     if value.op not in _CHANGES:
         return None
-    inner, args = unfold(value.args[0]), value.args[1:]
+    if not rounded and _loses(value.args[0].meta.dtype, value.meta.dtype):
+        return None
+    inner, args = unfold(value.args[0], rounded), value.args[1:]
     dims = _CHANGES[value.op](value, inner.dims, *args, **value.kwargs)
     return None if dims is None else Shape(inner.base, tuple(dims), inner.dtypes | {value.meta.dtype})
 
@@ -183,7 +188,7 @@ def _tokens(value: Value, facts: Facts) -> Operand | None:
 
 def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:
     """The roles of dimensions. Tokens of several axes keep their order; where they are neighbours they are one. Axes of
-    one entry among them say nothing."""
+    one entry among them say nothing: a single token has no role."""
     numbers = [axis.number for dim in dims for axis in dim]
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(names):
         return None
@@ -191,7 +196,7 @@ def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:
     if tokens != sorted(tokens):
         return None
     axes = [axis for dim in dims for axis in dim if names[axis.number] == TOKEN]
-    solid = [axis for axis in axes if not same(axis.size, 1)] or axes[:1]
+    solid = [axis for axis in axes if not same(axis.size, 1)]
     roles = []
     for dim in dims:
         own = [names[axis.number] for axis in dim if axis not in axes or axis in solid]
@@ -242,8 +247,8 @@ def _rows(value: Value, facts: Facts) -> Operand | None:
 
 
 def _weights(value: Value, facts: Facts) -> Operand | None:
-    """Routing weights [T, K], or those of all experts [T, E]."""
-    shape = unfold(value)
+    """Routing weights [T, K], or those of all experts [T, E], as they are after the last rounding."""
+    shape = unfold(value, rounded=False)
     base, fact, experts = shape.base, facts.of(shape.base), None
     if isinstance(fact, (Share, Hits)):
         hits = fact.hits if isinstance(fact, Share) else fact
@@ -257,8 +262,6 @@ def _weights(value: Value, facts: Facts) -> Operand | None:
         last = len(base.meta.shape) - 1
         roles = _named(shape.dims, dict.fromkeys(range(last), TOKEN) | {last: CHOICE})
     else:
-        return None
-    if any(d.itemsize < base.meta.dtype.itemsize for d in shape.dtypes):
         return None
     return None if roles is None else Operand(fact if fact is not None else base, roles, experts)
 
@@ -296,14 +299,15 @@ def _product(facts: Facts, value: Value, left: Value, right: Value, swapped: boo
     if weights is not None:
         batch, free, over = _sides(weights.roles, swapped)
         rows_batch, rows_over, rest = _sides(rows.roles, swapped)
-        if free == () and batch == rows_batch == (TOKEN,) and over == rows_over and rest == (FEATURE,):
+        if free == () and batch == rows_batch in TOKENS and over == rows_over and rest == (FEATURE,):
             return _mixed(facts, _by(rows.what, weights.what), over)
     # Tokens times routing weights, without a sum: an outer product over one entry.
     weights, tokens = _weights(left, facts), _tokens(right, facts)
     if weights is not None and tokens is not None and isinstance(weights.what, (Share, Hits)):
         batch, free, over = _sides(weights.roles, swapped)
         tokens_batch, tokens_over, rest = _sides(tokens.roles, swapped)
-        if batch == tokens_batch == (TOKEN,) and over == tokens_over == () and free == (EXPERT,) and rest == (FEATURE,):
+        outer = over == tokens_over == () and free == (EXPERT,) and rest == (FEATURE,)
+        if batch == tokens_batch in TOKENS and outer:
             roles = (batch, rest, free) if swapped else (batch, free, rest)
             return Laid(_by(_start(tokens, EVERY, 1), weights.what), roles, weights.experts)
     return None
@@ -325,17 +329,18 @@ def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swap
     out = "b" if weight_over == ("a",) else "a"
     start = not isinstance(rows.what, (Rows, Pointwise))
     gathered = weight.what.ids is not None
-    per_row = (TOKEN, CHOICE) if gathered else (EXPERT,)
-    if gathered and start and batch == weight_batch == (TOKEN,) and free == () and rest == (CHOICE, out):
+    tokens = weight_batch[:-1]  # of gathered matrices
+    per_row = (*tokens, CHOICE) if gathered else (EXPERT,)
+    if gathered and start and batch == weight_batch in TOKENS and free == () and rest == (CHOICE, out):
         roles = (batch, free, (CHOICE, FEATURE))
-    elif gathered and free == () and rest == (out,) and weight_batch == per_row:
-        if batch not in ((per_row,) if not start else ((TOKEN, AGAIN),)):
+    elif gathered and free == () and rest == (out,) and weight_batch == per_row and tokens in TOKENS:
+        if batch != (per_row if not start else (*tokens, AGAIN)):
             return None
         roles = (per_row, free, (FEATURE,))
-    elif not gathered and start and batch == weight_batch == () and free == (TOKEN,) and rest == (EXPERT, out):
+    elif not gathered and start and batch == weight_batch == () and free in TOKENS and rest == (EXPERT, out):
         roles = (batch, free, (EXPERT, FEATURE))
-    elif not gathered and free == (TOKEN,) and rest == (out,) and weight_batch == per_row:
-        if batch not in ((per_row,) if not start else ((AGAIN,),)):
+    elif not gathered and free in TOKENS and rest == (out,) and weight_batch == per_row:
+        if batch != (per_row if not start else (AGAIN,)):
             return None
         roles = (per_row, free, (FEATURE,))
     else:
@@ -530,7 +535,7 @@ def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
     if keepdim or len(over) != 1 or over[0] not in ((CHOICE,), (EXPERT,)):
         raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
     left = [dim for dim in fact.roles if dim not in ((), over[0])]
-    if left[-1:] != [(FEATURE,)] or set(left[:-1]) != {(TOKEN,)}:
+    if left[-1:] != [(FEATURE,)] or set(left[:-1]) - {(TOKEN,)}:
         raise Break("no-match", "the sum over the experts of a token does not give rows of tokens")
     return _mixed(facts, fact.rows, over[0])
 
