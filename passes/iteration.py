@@ -42,7 +42,7 @@ from mok_compile.passes.standins import (
     number_of,
     numbered,
 )
-from mok_compile.passes.turn import Hits, Passed, TurnFacts
+from mok_compile.passes.turn import Occupied, Passed, TurnFacts
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
@@ -79,6 +79,8 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple) -> tuple[Part, ...
     """
     check_quiet(owner, cut.reads)
     _check_apart(cut, live)
+    for value in live:
+        _fix_slots(value)
     try:
         Turn(cut, owner, live, None).run()
         raise Break("no-match", "the loop is never entered")
@@ -105,6 +107,15 @@ def _check_apart(cut: Cut, live: tuple) -> None:
     others = [v for place, v in enumerate(live) if cut.live[place] != cut.total and isinstance(v, torch.Tensor)]
     if isinstance(total, torch.Tensor) and _memory(total) in map(_memory, others):
         raise Break("mutation", "the loop adds onto a tensor that it reads")
+
+
+def _fix_slots(value: Any) -> None:
+    """The number of a token's slots is part of the block, in ids [T, K] and weights [T, K]: Dynamo is to guard it where
+    it could be any. (And the hidden size, which the experts' weights have anyway.)"""
+    if isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype != torch.bool:
+        tokens, slots = value.shape
+        if isinstance(tokens, torch.SymInt) and isinstance(slots, torch.SymInt):
+            int(slots)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -210,7 +221,7 @@ class Turn:
         if self._asked is None:
             return
         fact = facts.of(view.value(self.recorder.node(self._asked)))
-        if not isinstance(fact, Hits) or fact.ids is not ids or fact.num_experts < self.range[1]:
+        if not isinstance(fact, Occupied) or fact.ids is not ids or fact.num_experts < self.range[1]:
             raise Break("no-match", "the loop is not proven to go over all experts that were hit")
 
     def _check_untouched(self, view: View, final: fx.Node) -> None:

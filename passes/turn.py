@@ -60,7 +60,7 @@ class Used(Fact):
 
 
 @dataclass(frozen=True)
-class Hits(Fact):
+class Occupied(Fact):
     """The numbers of the experts that have a row, each once."""
 
     ids: Value
@@ -68,7 +68,7 @@ class Hits(Fact):
 
 
 @dataclass(frozen=True)
-class Places(Fact):
+class ChosenAt(Fact):
     """[n, axes]: where the turn's expert is chosen."""
 
     ids: Value
@@ -247,8 +247,8 @@ def _positive(facts, value, a, number):
 def _nonzero(facts, value, mask, n):
     fact = facts.of(mask)
     if isinstance(fact, Used):
-        return Hits(fact.ids, fact.num_experts)
-    return Places(fact.ids, f"places {value.number}", fact.axes) if isinstance(fact, Mine) else None
+        return Occupied(fact.ids, fact.num_experts)
+    return ChosenAt(fact.ids, f"places {value.number}", fact.axes) if isinstance(fact, Mine) else None
 
 
 @_own(aten.unbind.int)
@@ -268,14 +268,15 @@ def _column(facts: Facts, a: Value, dim: int, index: int) -> Fact | None:
     fact = facts.of(a)
     if dim % len(a.meta.shape) != 1:
         return None
-    if isinstance(fact, Hits):
+    if isinstance(fact, Occupied):
         return fact
-    if not isinstance(fact, Places):
+    if not isinstance(fact, ChosenAt):
         return None
-    axis = fact.axes[index]
+    axis, (_, *slots) = fact.axes[index], fact.ids.meta.shape
+    if not all(isinstance(k, int) for k in slots):
+        raise Break("shape", "the number of a token's slots is symbolic")
     if axis == "t":
-        shape = fact.ids.meta.shape
-        return Token(fact.ids, fact.order, shape[1] if len(shape) == 2 else 1)
+        return Token(fact.ids, fact.order, *(slots or [1]))
     return Slot(fact.ids, fact.order) if axis == "k" else None
 
 
@@ -291,7 +292,7 @@ def _narrow(facts, value, a, *args, **kwargs):
             return None
         return replace(fact, axes=tuple(axis for i, axis in enumerate(fact.axes) if i not in dims))
     whole = len(old) == len(new) and all(map(same, old, new))
-    return fact if whole and isinstance(fact, (Choice, Mine, Used, Hits, Member)) else None
+    return fact if whole and isinstance(fact, (Choice, Mine, Used, Occupied, Member)) else None
 
 
 @_own(loop_ops.pick.default)

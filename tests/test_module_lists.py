@@ -99,6 +99,32 @@ def test_dynamic(form):
     assert len(traced.graphs) == 1 and traced.counts() == (1, 0)
 
 
+class Given(nn.Module):
+    """Experts and routing weights come from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Mlp() for _ in range(E))
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_any_number_of_slots(k):
+    """One graph for any number of tokens, but one for each number of slots: that is part of the block."""
+    block = Given()
+    traced = Traced(block, dynamic=True, fullgraph=True)
+    for length in (9, 5, 17):
+        weights, ids = torch.rand(length, E).topk(k)
+        compare(block, traced, tokens(length), ids, weights.requires_grad_())
+    assert len(traced.graphs) == 1 and traced.counts() == (1, 0)
+
+
 def test_idle_experts_get_zeros():
     block = Hit([Mlp() for _ in range(E)])
     with torch.no_grad():
