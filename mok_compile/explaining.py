@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mok_compile import dump
-from mok_compile.integrations import watch
+from mok_compile.integrations import transformers, watch
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import refused
@@ -20,11 +20,17 @@ from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
 from mok_compile.report import Report, Site
+from mok_compile.spec import ExpertsSpec
 from mok_compile.table import parts
 
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
 _UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
+_CHECKPOINTED = (
+    "these experts are in a checkpointed layer whose graph breaks: torch runs it in eager mode; the notes say why, "
+    "experts implementation 'mok' runs the op there too"
+)
+_DIRECT = "the model calls the op itself, outside of any graph"
 _NOT_GROUPED = (
     "these experts are computed without a matmul by expert (such as torch.nn.functional.grouped_mm), so that there is "
     "nothing to start a proof from"
@@ -106,9 +112,22 @@ class Collector:
                 if owner in refused:  # the loop was looked at
                     known, why = refused[owner]
                     reason, detail = reason if known == "no-match" else known, f"{detail}: {why}"
+                elif call := transformers.call_without_graph(owner):
+                    spec, engine = call
+                    found.append(Site("fused", None, _DIRECT, where, ExpertsSpec.from_json(spec), engine))
+                    continue
+                elif broke and not seen and _checkpointed(model, path):
+                    reason, detail = "split", _CHECKPOINTED
                 found.append(Site("missed", reason, detail, where))
         if found:  # the same blocks, each under its own name
             self.report.sites = [site for site in self.report.sites if site not in cut] + found
+
+
+def _checkpointed(model: torch.nn.Module, path: str) -> bool:
+    """Whether a layer of transformers around `path` is checkpointed: it says so itself."""
+    names = path.split(".")
+    around = (model.get_submodule(".".join(names[:n])) for n in range(len(names) + 1))
+    return torch.is_grad_enabled() and any(m.training and getattr(m, "gradient_checkpointing", False) for m in around)
 
 
 def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

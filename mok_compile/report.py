@@ -64,7 +64,8 @@ REASONS = {
     ),
     "split": (
         "the block is cut by a graph break",
-        "remove the break: TORCH_LOGS=graph_breaks says where and why",
+        "remove the break: TORCH_LOGS=graph_breaks says where and why; on transformers 5 experts implementation 'mok' "
+        "(mok_compile.integrations.transformers.register) needs no graph",
     ),
     "arch": ("no native engine for this device", "nothing: the portable engine runs"),
     "shape": (

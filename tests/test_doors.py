@@ -169,3 +169,39 @@ def test_experts_of_a_model_that_is_the_block_itself(loop):
     assert (site.status, site.reason) == ("missed", "data-dependent" if loop else "no-match")
     assert site.location.startswith("(no module) [Block] ")
     assert [note.startswith("graph break: ") for note in report.notes] == [True] * loop
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "mok"])
+def test_a_checkpointed_layer_whose_graph_breaks_is_named(implementation):
+    """torch runs such a layer in eager mode, as a whole. Only experts that call the op themselves are fused there."""
+    doors.register()
+    model, inputs = tiny("mixtral", experts_implementation=implementation)
+    wanted = gradients_of(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.self_attn.forward = breaking(layer.self_attn.forward)
+    report = explain(model)(**inputs)
+    blocks = len(model.model.layers)
+    if implementation == "mok":
+        assert (report.fused, report.missed) == (blocks, 0), report
+        assert {site.op for site in report.sites} == {"experts"} and all(site.spec for site in report.sites)
+    else:
+        assert [site.reason for site in report.sites] == ["split"] * blocks, report
+        assert "checkpointed" in report.sites[0].detail
+        assert any("graph_break()" in note for note in report.notes), report.notes
+    found = gradients_of(model, inputs)
+    assert all(close(found[name], grad) for name, grad in wanted.items())
+
+
+def breaking(forward):
+    def broken(*args, **kwargs):
+        torch._dynamo.graph_break()
+        return forward(*args, **kwargs)
+
+    return broken
+
+
+def gradients_of(model, inputs):
+    model.zero_grad()
+    loss(model, inputs).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -75,6 +75,14 @@ def experts_forward(
     return torch.ops.mok.experts(x, top_k_index, top_k_weights, [up], [down], up_bias, down_bias, spec, engine)[0]
 
 
+def call_without_graph(experts: torch.nn.Module) -> tuple[str, str] | None:
+    """(spec, engine) of a module whose experts implementation is ``"mok"`` and that has run; None for any other."""
+    config = getattr(experts, "config", None)
+    if getattr(config, "_experts_implementation", None) != "mok":
+        return None
+    return next((call for call in reversed(experts.__dict__.get("_mok_calls", {}).values()) if call is not None), None)
+
+
 @torch._dynamo.assume_constant_result
 def _call_of(
     experts: torch.nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, top_k: int
