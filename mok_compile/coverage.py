@@ -87,10 +87,12 @@ def cell(name: str, setting: Setting, device: str = "cpu") -> Cell:
     try:
         model, inputs = families.make(name, setting.dtype)
         model, inputs = model.to(device).train(setting.training), {k: v.to(device) for k, v in inputs.items()}
+        if setting.checkpointed and not _checkpointed(model):
+            return Cell(0, 0)
         with torch.set_grad_enabled(setting.training):
             blocks = len(_running(model, inputs))
-            if setting.checkpointed and not _checkpointed(model):
-                return Cell(0, 0)
+            if not blocks:
+                return Cell(0, None, why=("error: no module with experts was called",))
             fused, routers = _fused(model, inputs, setting.dynamic)
             why = () if fused == blocks else _reasons(model, inputs)
     except Exception as error:  # whatever a model raises
@@ -114,8 +116,8 @@ def _running(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
     hooks = []
     for name in families.blocks_of(model):
         block = model.get_submodule(name)
-        # A list is not called itself, its experts are.
-        for module in block if isinstance(block, nn.ModuleList) else [block]:
+        # A container need not be called itself, its experts are.
+        for module in [block, *(block.children() if isinstance(block, (nn.ModuleList, nn.ModuleDict)) else ())]:
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: seen.add(name)))
     model(**inputs)
     for hook in hooks:

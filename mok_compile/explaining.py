@@ -27,8 +27,8 @@ _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
 _UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
 _CHECKPOINTED = (
-    "these experts are in a checkpointed layer whose graph breaks: torch runs it in eager mode; the notes say why, "
-    "experts implementation 'mok' runs the op there too"
+    "these experts are in a checkpointed layer whose graph breaks, for the reasons in the notes: torch runs all of the "
+    "layer in eager mode"
 )
 _DIRECT = "the model calls the op itself, outside of any graph"
 _NOT_GROUPED = (
@@ -131,13 +131,14 @@ def _checkpointed(model: torch.nn.Module, path: str) -> bool:
 
 
 def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules that look like the experts of a block, by path; for a list of experts, the module around it."""
+    """Modules that look like the experts of a block, by path; for a mere container of experts, the module around it."""
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and path.endswith("experts"):
+        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        if container and path.endswith("experts") and type(module).forward is torch.nn.Module.forward:
             owner = path.rpartition(".")[0]
             found[owner] = model.get_submodule(owner)
-        elif type(module).__name__.endswith("Experts"):
+        elif type(module).__name__.endswith("Experts") or path.rpartition(".")[2] == "experts":
             found[path] = module
     # Every token passes through shared experts: they are no part of a block.
     return {path: module for path, module in found.items() if "shared" not in path.lower()}

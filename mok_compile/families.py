@@ -135,11 +135,8 @@ FAMILIES = {
         "Glm4vMoeText",
         "Model",
         settings=_mrope(2, 1, 1),
-        old={
-            "rope_parameters": None,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
-            "use_cache": True,  # without it a batch of two does not run
-        },
+        old={"rope_parameters": None, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        inputs="ids and mask",  # in transformers 4 a batch of two does not run without a mask
     ),
     "glm5_next": Family(
         "Glm5NextText",
@@ -334,6 +331,8 @@ def _arguments(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {"inputs_embeds": torch.randn(2, 12, HIDDEN).to(dtype)}
     if kind == "pixels":
         return {"pixel_values": torch.randn(2, 3, 256, 192).to(dtype), "dataset_index": torch.tensor([0, 1])}
+    if kind == "ids and mask":
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {"input_ids": ids, "decoder_input_ids": ids} if kind == "encoder and decoder" else {"input_ids": ids}
 
 

@@ -21,10 +21,10 @@ class Experts(Moe):
 
 
 class Scaled(Experts):
-    """The experts' outputs are scaled before they are combined: nothing that is fused."""
+    """The activation is scaled by a tensor from elsewhere: nothing that is fused."""
 
-    def project_down(self, rows, sorted_ids, offsets):
-        return super().project_down(rows, sorted_ids, offsets) * 0.5
+    def activate(self, h):
+        return super().activate(h) * self.gate.sum()
 
 
 class Layer(nn.Module):
@@ -61,7 +61,7 @@ def tiny(monkeypatch):
 def test_blocks_that_run_are_counted(tiny, setting):
     found = coverage.cell("tiny", setting)
     assert (found.fused, found.blocks, found.complete) == (1, 2, False)
-    assert [why.partition(":")[0] for why in found.why] == ["post-norm"]
+    assert [why.partition(":")[0] for why in found.why] == ["activation"]
 
 
 def test_blocks_that_verify_withdraws_do_not_count(tiny, monkeypatch):
@@ -82,6 +82,43 @@ def test_settings_that_a_model_does_not_have(tiny, monkeypatch):
     assert found.complete and str(found) == "–" and not found.why
 
 
+def test_models_that_do_not_run_when_checkpointed(tiny, monkeypatch):
+    """In eager mode either: nothing that a compiler could help."""
+
+    def break_it(self, how):
+        self.layers[0].forward = lambda x: x.expand(2)
+
+    monkeypatch.setattr(Tiny, "gradient_checkpointing_enable", break_it)
+    (checkpointed,) = (setting for setting in SETTINGS if setting.checkpointed)
+    found = coverage.cell("tiny", checkpointed)
+    assert str(found) == "does not run" and found.why[0].startswith("error: RuntimeError")
+
+
+class Contained(nn.Module):
+    """Experts in a container that is not called itself; one token goes to each."""
+
+    def __init__(self, container):
+        super().__init__()
+        experts = {f"expert_{i}": nn.Linear(4, 4) for i in range(2)}
+        self.experts = nn.ModuleDict(experts) if container is nn.ModuleDict else nn.ModuleList(experts.values())
+
+    def forward(self, x):
+        return torch.cat([expert(row) for row, expert in zip(x.split(1), self.experts.children(), strict=True)])
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_experts_in_a_container_count_as_a_block(monkeypatch, container):
+    monkeypatch.setattr(families, "make", lambda name, dtype: (Contained(container), {"x": torch.randn(2, 4)}))
+    found = coverage.cell("contained", SETTINGS[0])
+    assert (found.fused, found.blocks) == (0, 1) and found.why[0].startswith("no-match: "), found
+
+
+def test_models_without_experts_are_told(monkeypatch):
+    monkeypatch.setattr(families, "make", lambda name, dtype: (nn.Linear(4, 4), {"input": torch.randn(2, 4)}))
+    found = coverage.cell("dense", SETTINGS[0])
+    assert str(found) == "does not run" and found.why == ("error: no module with experts was called",)
+
+
 def test_models_that_fail_are_told(monkeypatch):
     def broken(name, dtype):
         raise RuntimeError("no such luck")
@@ -96,11 +133,11 @@ def test_table_and_json(tiny, monkeypatch, capsys):
     monkeypatch.setattr(coverage, "SETTINGS", SETTINGS[:1])
     assert cli.main(["doctor", "--zoo", "--require-all"]) == 1
     said = capsys.readouterr().out
-    assert "| tiny | 1/2 |" in said and "- tiny: post-norm: " in said and "0 of 1 families" in said
+    assert "| tiny | 1/2 |" in said and "- tiny: activation: " in said and "0 of 1 families" in said
     assert cli.main(["doctor", "--zoo", "tiny", "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)
     rows = coverage.from_dict(stored)
-    assert rows["tiny"]["inference"].fused == 1 and coverage.codes(rows["tiny"]) == ["post-norm"]
+    assert rows["tiny"]["inference"].fused == 1 and coverage.codes(rows["tiny"]) == ["activation"]
     assert json.loads(json.dumps(coverage.to_dict(rows))) == stored
     for wrong in (["doctor"], ["doctor", "mixtral", "--zoo"], ["doctor", "--zoo", "nothing"]):
         assert cli.main(wrong) == 2
