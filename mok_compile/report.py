@@ -54,8 +54,9 @@ REASONS = {
         "use plain tensors here: unwrap or dequantise them before the experts",
     ),
     "post-norm": (
-        "something works on the experts' outputs before they are combined",
-        "move it behind the combine, if the model allows that; the block runs under Inductor meanwhile",
+        "something else than the weighted sum follows the experts",
+        "nothing where the experts are fused: what follows runs under Inductor as before. Else move it behind the sum, "
+        "if the model allows that",
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",
@@ -118,6 +119,7 @@ class Site:
     slice: Slice | None = field(default=None, repr=False)  # what was proven; only when somebody watches
     router: RouterSpec | None = None  # the router that was fused too
     router_detail: str = ""  # why the router was not
+    combine_detail: str = ""  # why the experts' rows alone were fused, not their weighted sum
     spread: Spread | None = None  # of an expert-parallel block
 
     @property
@@ -152,6 +154,7 @@ class Site:
             "spec": asdict(self.spec) if self.spec else None,
             "router": self.router.to_dict() if self.router else None,
             "router_detail": self.router_detail,
+            "combine_detail": self.combine_detail,
             "engine": self.engine,
             "spread": asdict(self.spread) if self.spread else None,
             "verify_error": self.verify_error,

@@ -50,6 +50,8 @@ class Row:
             yield "why", self.site.detail
             yield "to do", self.site.cure
         else:
+            if self.site.combine_detail:
+                yield "combine", f"not fused: {self.site.combine_detail}"
             if self.site.about_router:
                 yield "router", self.site.about_router
             if self.site.spread is not None:

@@ -31,8 +31,8 @@ _SHAPE_OPS = (
 class Slice:
     """One site: a runnable `module`, and by the name of the node its role in the block and its fact in words.
 
-    For a miss, `broke` names the node where the proof broke, `obstacle` the op there, and `arguments` say of each of
-    its arguments: name, what is known, what was expected. `experts` is the number of experts, for random ids.
+    Where the proof stopped, `broke` names the node, `obstacle` the op there, and `arguments` say of each of its
+    arguments: name, what is known, what was expected. `experts` is the number of experts, for random ids.
     """
 
     module: fx.GraphModule
@@ -57,24 +57,25 @@ class Extraction:
                 self._all[node] = fact
 
     def slice_of(self, site: Block | Miss) -> Slice:
-        region = site.region if isinstance(site, Block) else _around(site, self.view, self.facts)
+        stop = site if isinstance(site, Miss) else site.open
+        region = site.region if stop is None else _around(stop, self.view, self.facts)
         region -= _entries(region, self.view)
         part = roles(region, self.view, self.facts)
         proven = dict(self._all)
-        if isinstance(site, Block):
+        if stop is None:
             part |= dict.fromkeys(self._router(site, proven) - region, "router")
             part |= {user: "use" for user in site.final.users if user.op != "output"}
         context = [*region, *part]
         what, arguments = "", []
-        if isinstance(site, Miss):
-            what, arguments = self._obstacle(site)
+        if stop is not None:
+            what, arguments = self._obstacle(stop)
         return Slice(
-            module=_module(self.gm, region, self.view, site.final if isinstance(site, Block) else site.at),
+            module=_module(self.gm, region, self.view, site.final if stop is None else stop.at),
             roles={node.name: role for node, role in part.items()},
             facts={node.name: proven[node] for node in context if node in proven}
             | {a.name: proven[a] for n in region for a in n.all_input_nodes if a in proven},
             experts=_experts(site.anchors),
-            broke="" if isinstance(site, Block) else site.at.name,
+            broke="" if stop is None else stop.at.name,
             obstacle=what,
             arguments=tuple(arguments),
         )

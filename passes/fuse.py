@@ -157,8 +157,9 @@ def _replace(
 
 
 def _router(block: Block, found: Analysis, options: Options) -> Router | Break | None:
-    """The router of a block, or why there is none to fuse; None if nobody wants to know."""
-    if not options.router:
+    """The router of a block, or why there is none to fuse; None if nobody wants to know, or the routing weights are not
+    part of the block."""
+    if not options.router or block.open:
         return None
     try:
         return find(block, found.facts)
@@ -187,7 +188,7 @@ def _fused(insertion: Insertion, router: Router | Break | None, error: float | N
     unrouted = isinstance(router, Break)
     return Site(
         "fused",
-        choice.reason or ("router" if unrouted else None),
+        "post-norm" if block.open else choice.reason or ("router" if unrouted else None),
         detail,
         _where(block),
         block.spec,
@@ -197,6 +198,7 @@ def _fused(insertion: Insertion, router: Router | Break | None, error: float | N
         problem=insertion.problem,
         router=router.spec if isinstance(router, Router) else None,
         router_detail=router.detail if unrouted else "",
+        combine_detail=_why(block.open) if block.open else "",
     )
 
 
@@ -206,10 +208,14 @@ def _refused(block: Block, reason: str, detail: str) -> Site:
 
 def _missed(miss: Miss) -> Site:
     at = miss.named or miss.at
+    return Site("missed", miss.reason, _why(miss), location(miss.anchors, at), node=at.name)
+
+
+def _why(miss: Miss) -> str:
+    at = miss.named or miss.at
     source = source_of(at)
     code = f": {source.code}" if source is not None and source.code else ""
-    detail = f"{miss.detail} (at {at.name}{code})"
-    return Site("missed", miss.reason, detail, location(miss.anchors, at), node=at.name)
+    return f"{miss.detail} (at {at.name}{code})"
 
 
 def _where(block: Block) -> str:

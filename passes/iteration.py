@@ -208,7 +208,7 @@ class Turn:
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
             raise Break("layout", "the experts' numbers do not start at 0")
-        return Part(lo, hi, replace(_block(final, view, facts), base=None), sources=sources)
+        return Part(lo, hi, replace(_block(final, fact, view, facts), base=None), sources=sources)
 
     def _check_base(self, view: View, base: Value | None) -> None:
         if base is None or not self._is_start(base):

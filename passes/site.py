@@ -32,6 +32,7 @@ from mok_compile.passes.facts import (
     Weight,
 )
 from mok_compile.passes.loops import loop_behind
+from mok_compile.passes.outputs import outputs_of
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -42,7 +43,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A proven MoE block. Operands are values of the view; up, down and their biases in the order of the op."""
+    """A proven MoE block. Operands are values of the view; up, down and their biases in the order of the op.
+
+    Where something else than the weighted sum follows the experts (`open` says what), the block is their rows alone:
+    those of `x` are then one for each slot, in the order of `perm` where there is one.
+    """
 
     final: fx.Node
     anchors: tuple[fx.Node, ...]
@@ -57,13 +62,15 @@ class Block:
     up_bias: tuple[Value | tuple[Value, ...], ...]
     down_bias: Value | tuple[Value, ...] | None
     base: Value | None
+    perm: Value | None = None
+    open: Miss | None = None
 
     @property
     def operands(self) -> list[Value]:
         """All values that the block reads from outside."""
         matrices = (t for w in (*self.up, self.down) for t in w.tensors)
         biases = (t for b in (*self.up_bias, self.down_bias) for t in tensors_of(b))
-        found = (self.x, self.ids, *tensors_of(self.weights), *matrices, *biases, self.base)
+        found = (self.x, self.ids, *tensors_of(self.weights), *matrices, *biases, self.base, self.perm)
         return [v for v in found if v is not None]
 
 
@@ -138,13 +145,32 @@ def analyse(graph: fx.Graph) -> Analysis:
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:
-            blocks.append(_block(final, view, facts))
+            blocks.append(_block(final, _made(final, view, facts), view, facts))
         except Break as stop:
             for anchor in _anchors_of(final, view, facts):
                 broken[anchor] = (stop, final)
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
-    return Analysis(view, blocks, list(_misses(rest, broken, view, facts)), facts)
+    misses = []
+    for miss in _misses(rest, broken, view, facts):
+        opened = list(_open_blocks(miss, view, facts))
+        blocks += opened
+        rest = tuple(anchor for anchor in miss.anchors if not any(anchor in block.anchors for block in opened))
+        misses += [replace(miss, anchors=rest)] if rest else []
+    return Analysis(view, sorted(blocks, key=lambda block: view.positions[block.final]), misses, facts)
+
+
+def _open_blocks(miss: Miss, view: View, facts: Facts) -> Iterator[Block]:
+    """The experts of `miss`, where they are proven as far as their own rows."""
+    found: set[fx.Node] = set()
+    for outputs in outputs_of(miss.anchors, view, facts):
+        try:
+            block = _block(outputs.node, outputs.rows, view, facts)
+        except Break:
+            continue
+        if found.isdisjoint(block.anchors):
+            found |= set(block.anchors)
+            yield replace(block, perm=outputs.perm, open=miss)
 
 
 def _cut_off(graph: fx.Graph) -> list[Miss]:
@@ -180,9 +206,9 @@ def _made(node: fx.Node, view: View, facts: Facts):
     return facts.of(value) if value is not None else None
 
 
-def _block(final: fx.Node, view: View, facts: Facts) -> Block:
+def _block(final: fx.Node, combined: Combined, view: View, facts: Facts) -> Block:
+    """The block of which `final` holds what `combined` says. Break where it is not one that can be replaced."""
     result = view.value(final)
-    combined: Combined = facts.of(result)
     down = combined.rows.bare
     source = down.source
     if not isinstance(source, Pointwise):

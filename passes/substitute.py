@@ -124,6 +124,8 @@ class Substitution:
             flat = self._flat(block) if x is given else None
             x = self._emit(block, torch.flatten, x, 0, -2) if flat is None else self._kept(block, flat)
         ids = self._per_slot(block, block.ids)
+        if block.perm is not None:
+            ids = self._emit(block, operator.getitem, ids, self._operand(block, block.perm))
         if _fake(ids).dtype not in IDS:
             ids = self._emit(block, torch.Tensor.to, ids, torch.int64)
         if self._counts_from_the_end(block):

@@ -193,6 +193,25 @@ class Sentinel(Moe):
         return rows.view(-1, self.k, self.hidden).sum(1).to(x.dtype)
 
 
+class Normed:
+    """Mixed into a block: a norm with a weight on each row that the experts give out."""
+
+    def make_weights(self):
+        super().make_weights()
+        self.scale = self.new(self.hidden, scale=0.1)
+
+    def combine(self, x, rows, weights, perm):
+        return super().combine(x, self.norm(rows), weights, perm)
+
+    def weigh(self, out, weights):
+        return super().weigh(self.norm(out), weights)
+
+    def norm(self, rows):
+        size = rows.float() if rows.dtype == torch.bfloat16 else rows
+        size = torch.rsqrt(size.square().mean(-1, keepdim=True) + 1e-5)
+        return ((rows * size) * (1.0 + self.scale)).to(rows.dtype)
+
+
 class Gathered(Moe):
     """batched_mm of transformers: x repeated, W [S, out, in] @ x [S, in, 1]."""
 

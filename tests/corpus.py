@@ -20,6 +20,7 @@ from blocks import (
     GptOss,
     Interleaved,
     Moe,
+    Normed,
     Sentinel,
     Separate,
     Stack,
@@ -111,6 +112,30 @@ class Clamped(Biased, Fixed):
         rows = self.project_up(self.gather(x, perm), sorted_ids, offsets).masked_fill(mask, 0.0)
         rows = self.project_down(self.activate(rows), sorted_ids, offsets).masked_fill(mask, 0.0)
         return self.combine(x, rows, weights, perm)
+
+
+class NormedSentinel(Normed, Sentinel):
+    """Masked rows go through the norm as zeros."""
+
+    def restore(self, rows, perm):
+        return super().restore(self.norm(rows), perm)
+
+
+class NormedClamped(Normed, Clamped):
+    pass
+
+
+class NormedBefore(Normed, Before):
+    def project_down(self, rows, sorted_ids, offsets):
+        return self.norm(super().project_down(rows, sorted_ids, offsets))
+
+
+class NormedInOrder(Normed, Fixed):
+    """The norm works on rows that were put back into the order of the slots."""
+
+    def combine(self, x, rows, weights, perm):
+        rows = self.norm(self.restore(rows, perm)) * weights.reshape(-1, 1)
+        return rows.view(-1, self.k, self.hidden).sum(1)
 
 
 class WeighedOnGrid(Given, Gathered):
@@ -234,6 +259,15 @@ CASES = [
     Case("gathered", small(given(Gathered))),
     Case("gathered_grid", small(WeighedOnGrid)),
     Case("gathered_sentinel", small(GatheredSentinel, absent=True)),
+    Case("normed", small(given(Normed, Searched))),
+    Case("normed_biased", small(given(Normed, Biased))),
+    Case("normed_bfloat16", small(given(Normed, GptOss), dtype=torch.bfloat16), tolerance=4e-2),
+    Case("normed_before", small(NormedBefore)),
+    Case("normed_in_order", small(NormedInOrder)),
+    Case("normed_gathered", small(given(Normed, Gathered))),
+    Case("normed_sentinel", small(NormedSentinel, absent=True)),
+    Case("normed_clamped_bias", small(NormedClamped, absent=True)),
+    Case("normed_one_expert_each", small(given(Normed, Fixed), k=1)),
     Case("routed", routed(Moe)),
     Case("two_layers", routed(Moe, Moe), blocks=2),
     *(Case(f"router_{name}", with_router(name)) for name in ("gpt_oss", "gemma4", "deepseek_v2", "deepseek_v3")),

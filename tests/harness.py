@@ -115,5 +115,23 @@ def check_refused(model, *inputs, reason, detail="", fused=0, missed=1, **option
     return compiled
 
 
+def check_open(model, *inputs, detail="", fused=0, missed=0, **options):
+    """The experts of `model` are fused, with the numbers of eager, but not what follows them, which is no weighted sum
+    because of `detail`."""
+    torch._dynamo.reset()
+    compiled = Fused(model, **options)
+    compare(model, compiled, *inputs)
+    assert compiled.counts() == (fused + 1, missed), compiled.report
+    (site,) = (site for site in compiled.report.sites if site.combine_detail)
+    assert (site.status, site.reason) == ("fused", "post-norm") and detail in site.combine_detail, compiled.report
+    return compiled
+
+
+def check_stopped(model, *inputs, reason, detail="", **options):
+    """Open for the reason "post-norm", refused for any other."""
+    how = {} if reason == "post-norm" else {"reason": reason}
+    return (check_open if reason == "post-norm" else check_refused)(model, *inputs, detail=detail, **how, **options)
+
+
 def twin(model):
     return copy.deepcopy(model)

@@ -185,14 +185,14 @@ def test_salt_depends_on_the_options_but_not_on_the_dump_folder():
 
 
 class Broken(Moe):
-    def combine(self, x, rows, weights, perm):
-        return super().combine(x, torch.tanh(rows), weights, perm)
+    def activate(self, h):
+        return super().activate(h) * self.gate.sum()
 
 
 def test_strict(inductor):
     with pytest.raises(Exception, match="a block was left unfused") as error:
         torch.compile(Broken(), backend="mok", options={"mok.strict": True})(tokens())
-    assert "post-norm" in str(error.value)
+    assert "activation" in str(error.value)
     assert isinstance(error.value.__cause__ or error.value, StrictError) or "StrictError" in repr(error.value)
     torch._dynamo.reset()
     torch.compile(small(), backend="mok", options={"mok.strict": True})(tokens())
@@ -200,7 +200,7 @@ def test_strict(inductor):
 
 def test_counters(inductor):
     torch.compile(Stack(Moe(), Broken()), backend="mok", options=PORTABLE)(tokens())
-    assert dict(counters["mok"]) == {"found": 2, "fused": 1, "missed": 1, "missed:post-norm": 1}
+    assert dict(counters["mok"]) == {"found": 2, "fused": 1, "missed": 1, "missed:activation": 1}
     torch.compile(small(), backend="mok", options=PORTABLE)(tokens())
     assert counters["mok"]["found"] == 3
 
@@ -210,7 +210,7 @@ def test_one_line_for_each_graph(inductor, caplog):
         torch.compile(Stack(Moe(), Moe(), Broken()), backend="mok", options=PORTABLE)(tokens())
         torch.compile(nn.Linear(16, 4), backend="mok")(tokens())
     lines = [r.message for r in caplog.records if r.name == "mok_compile" and r.levelno == logging.INFO]
-    assert lines == ["3 MoE blocks: 2 fused (portable), 1 missed (post-norm)"]
+    assert lines == ["3 MoE blocks: 2 fused (portable), 1 missed (activation)"]
 
 
 def test_explain():
@@ -221,8 +221,8 @@ def test_explain():
     assert (report.fused, report.missed) == (1, 1)
     assert [s.status for s in report.sites] == ["fused", "missed"]
     assert report.sites[0].engine == "portable"
-    assert report.sites[1].reason == "post-norm"
-    assert "tanh" in report.sites[1].detail
+    assert report.sites[1].reason == "activation"
+    assert "from elsewhere" in report.sites[1].detail
     assert "MISSED" in str(report)
     assert report.to_dict()["fused"] == 1
     assert "grouped_mm" in report.graphs[0].before

@@ -202,14 +202,14 @@ def test_json_for_machines(tmp_path, capsys):
 def test_function_that_misses_fails_the_check(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
-        "from test_dump import Net, Normed\n"
+        "from test_dump import Net, Scaled\n"
         "from blocks import HIDDEN, Moe\n"
         "def tiny():\n"
-        "    return Net(Moe(), Normed()), (torch.randn(2, 7, HIDDEN),)\n"
+        "    return Net(Moe(), Scaled()), (torch.randn(2, 7, HIDDEN),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     status, said = run(capsys, "mine:tiny", "--require-all", "--dump", tmp_path / "dump")
-    assert status == 1 and "post-norm" in said.out and "move it behind the combine" in said.out
+    assert status == 1 and "activation" in said.out and "make it a function of gate and up alone" in said.out
     assert (tmp_path / "dump" / "index.html").exists()
     assert run(capsys, "mine:tiny")[0] == 0
 

@@ -85,7 +85,7 @@ def slice_text(site: Site) -> str:
 
     lines = [f"# {site.status}: {site.location}"]
     if site.reason:
-        lines += [f"# {site.reason}: {site.detail}", f"# what to do: {site.cure}"]
+        lines += [f"# {site.reason}: {site.combine_detail or site.detail}", f"# what to do: {site.cure}"]
     lines += ["# each node, below it its role in the block and what was proven of it", ""]
     for entry in listing(site.slice.module).functions[0].entries:
         role, fact = site.slice.roles.get(entry.node, "input"), site.slice.facts.get(entry.node, "")

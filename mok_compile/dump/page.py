@@ -87,6 +87,7 @@ def _sites(sites: list[Site]) -> str:
         error = "" if site.verify_error is None else f"{site.verify_error:.1e}"
         why = "" if fused else f"{_text(site.detail)}<br><b>What to do:</b> {_text(site.cure)}"
         what = _text(str(site.spec)) if site.spec else ""
+        what += f"<br>weighted sum not fused: {_text(site.combine_detail)}" if site.combine_detail else ""
         what += f"<br>router: {_text(site.about_router)}" if site.about_router else ""
         rows.append(
             f'<tr class="find"><td><span class="badge {site.status}">{site.status}</span></td>'
@@ -107,7 +108,8 @@ def _site(number: int, site: Site, script: str | None) -> str:
         meaning, cure = REASONS[site.reason]
         parts.append(
             f'<div class="why {site.status}"><p><b>{_text(site.reason)}</b>: {_text(meaning)}.</p>'
-            f"<p>{_text(site.detail)}</p><p><b>What to do:</b> {_text(cure)}</p>{_obstacle(site)}</div>"
+            f"<p>{_text(site.combine_detail or site.detail)}</p>"
+            f"<p><b>What to do:</b> {_text(cure)}</p>{_obstacle(site)}</div>"
         )
     elif site.detail and site.problem is None:  # it was the op already
         parts.append(f"<p>{_text(site.detail)}</p>")
