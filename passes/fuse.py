@@ -4,8 +4,8 @@ checkpoints."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
+from mok_compile.passes.traced import block_of, is_traced
 from mok_compile.passes.verify import arguments_of, verify
 from mok_compile.report import Site, Spread
 from mok_compile.router import RouterSpec
@@ -35,14 +36,16 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
     checkpointed regions are fused too; other higher-order ops are left alone. With `watched` each site carries its
     slice of the graph and what was proven there.
     """
-    direct = [_direct(node) for node in gm.graph.nodes if ops.is_block(node.target)]
+    direct = {node: _direct(node) for node in gm.graph.nodes if ops.is_block(node.target)}
     found = _analyse(gm)
     slices = _slices(gm, found) if watched else {}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    traced = _traced(found, direct) if options.router else {}
     became = [(miss, miss.at, _missed(miss)) for miss in found.misses]
-    became += [(block, block.final, site) for block, site in _replace(gm, found, inputs, options)]
+    became += [(block, block.final, site) for block, site in _replace(gm, found, traced, inputs, options)]
+    joinable = {block.anchors[0] for block in traced}
+    became += [(None, node, site) for node, site in direct.items() if node not in joinable]
     sites = []
-    became += direct
     for what, node, site in became:
         site.slice = slices.get(what)
         sites.append((order[node], site))
@@ -88,11 +91,11 @@ def _analyse(gm: fx.GraphModule) -> Analysis:
         return Analysis(None, [], [])
 
 
-def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
-    """A block that was the op already when Dynamo traced it: the experts implementation "mok", or a user's own call."""
+def _direct(node: fx.Node) -> Site:
+    """A block that was the op already when Dynamo traced it: a loop over experts, the experts implementation "mok", or
+    a user's own call."""
     *_, spec, engine = node.args
-    looped = f"{os.sep}integrations{os.sep}loops.py" in (node.meta.get("stack_trace") or "")
-    detail = "traced from a Python loop over the experts" if looped else "the model calls the op itself"
+    detail = "traced from a Python loop over the experts" if is_traced(node) else "the model calls the op itself"
     site = Site("fused", None, detail, location((node,)), ExpertsSpec.from_json(spec), engine)
     site.node = node.name
     if ops.is_block(node.target, router=True):
@@ -100,7 +103,15 @@ def _direct(node: fx.Node) -> tuple[None, fx.Node, Site]:
     if ops.is_parallel(node.target):
         transport, _, ranks, num_experts = node.args[7:11]
         site.spread = Spread(num_experts, ranks, transport)
-    return None, node, site
+    return site
+
+
+def _traced(found: Analysis, direct: dict[fx.Node, Site]) -> dict[Block, Site]:
+    """The blocks that were loops, which may still take their router in."""
+    if found.view is None:  # a graph without any matrix product has no router
+        return {}
+    blocks = {block_of(node, found.view): site for node, site in direct.items() if is_traced(node)}
+    return {block: site for block, site in blocks.items() if block is not None}
 
 
 def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
@@ -117,14 +128,28 @@ def _slices(gm: fx.GraphModule, found: Analysis) -> dict[Block | Miss, Any]:
 
 
 def _replace(
-    gm: fx.GraphModule, found: Analysis, inputs: Sequence[Any] | None, options: Options
+    gm: fx.GraphModule,
+    found: Analysis,
+    traced: dict[Block, Site],
+    inputs: Sequence[Any] | None,
+    options: Options,
 ) -> list[tuple[Block, Site]]:
-    if not found.blocks:
+    """What became of the blocks that were `found`, and of the `traced` ones, which are the op already: they only take
+    in their routers."""
+    if not found.blocks and not traced:
         return []
-    routers = {block: _router(block, found, options) for block in found.blocks}
+    routers = {block: _router(block, found, options) for block in (*found.blocks, *traced)}
     substitution = Substitution(gm.graph, found.view, options.engine)
     sites: dict[Block, Site] = {}
     insertions: list[Insertion] = []
+    for block, site in traced.items():
+        try:
+            insertions.append(_router_alone(substitution, block, routers[block]))
+        except Break as stop:
+            sites[block] = replace(site, reason="router", router_detail=stop.detail)
+        except Exception as error:  # as in _analyse
+            log.warning("mok-compile: a router could not be taken in; please report", exc_info=True)
+            sites[block] = replace(site, reason="router", router_detail=f"it could not be taken in: {error!r}")
     for block in found.blocks:
         try:
             insertions.append(_joined(substitution, substitution.insert(block), routers))
@@ -133,23 +158,29 @@ def _replace(
         except Exception as error:  # as in _analyse
             log.warning("mok-compile: a proven block could not be replaced; please report", exc_info=True)
             sites[block] = _refused(block, "no-match", f"the block could not be replaced: {error!r}")
-    compared = {}
+    compared, committed = {}, []
     if options.verify and inputs is not None and insertions:
         compared = verify(gm, found.view, insertions, inputs)
     for insertion in insertions:
         comparison = compared.get(insertion)
+        site = traced.get(insertion.block)
         if comparison is not None and comparison.failed:
             substitution.withdraw(insertion)
-            sites[insertion.block] = _refused(insertion.block, "verify", comparison.detail)
+            if site is None:
+                sites[insertion.block] = _refused(insertion.block, "verify", comparison.detail)
+            else:
+                sites[insertion.block] = replace(site, reason="router", router_detail=comparison.detail)
         else:
             substitution.commit(insertion)
+            committed.append(insertion)
             if isinstance(insertion, Joined):
                 hand_over(substitution, insertion)
             error = None if comparison is None else comparison.worst
-            sites[insertion.block] = _fused(insertion, routers[insertion.block], error)
+            fused = _fused(insertion, routers[insertion.block], error)
+            sites[insertion.block] = fused if site is None else replace(fused, detail=site.detail, problem=None)
     substitution.erase()
-    for insertion in insertions:
-        if isinstance(insertion, Joined) and sites[insertion.block].status == "fused":
+    for insertion in committed:
+        if isinstance(insertion, Joined):
             erase(substitution, insertion)
     gm.graph.lint()
     gm.recompile()
@@ -180,6 +211,19 @@ def _joined(substitution: Substitution, insertion: Insertion, routers: dict[Bloc
     except Break as stop:
         routers[insertion.block] = stop
         return insertion
+
+
+def _router_alone(substitution: Substitution, block: Block, router: Router | Break) -> Joined:
+    """The router of a block that is the op already, with the op in a form that takes it in. Break("router") or
+    Break("mutation") if that cannot be; all is then as before."""
+    if isinstance(router, Break):
+        raise router
+    insertion = substitution.repeat(block, block.anchors[0])
+    try:
+        return join(substitution, insertion, router)
+    except Exception:
+        substitution.withdraw(insertion)
+        raise
 
 
 def _fused(insertion: Insertion, router: Router | Break | None, error: float | None) -> Site:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 CONTAINERS = (list, tuple, dict, set, collections.deque)
-_CALLS = frozenset({"forward", "__call__"})
+CALLS = frozenset({"forward", "__call__"})
 _MODULES = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
@@ -30,7 +30,9 @@ class Reach:
     """
 
     def __init__(self, owner: torch.nn.Module, function: types.FunctionType) -> None:
-        self.names: set[str] = set(_CALLS)
+        self.names: set[str] = set(CALLS)
+        # Of the owner itself: `function` stands for its forward, of which the rest is Dynamo's to trace.
+        self.calls_owner = not CALLS.isdisjoint(name for code in _codes(function.__code__) for name in code.co_names)
         self.globals: set[tuple[str, str]] = set()
         self._functions: set[types.FunctionType] = set()
         self._add(function)
@@ -38,10 +40,9 @@ class Reach:
             known = len(self.names), len(self._functions)
             objects = tuple(self.objects(owner))
             self.classes = {type(value) for value in objects}
-            # `function` stands for the owner's own forward, of which the rest is Dynamo's to trace.
-            called = {type(value) for value in objects if value is not owner}
+            called = {type(value) for value in objects if value is not owner or self.calls_owner}
             for cls in self.classes:
-                for name in tuple(self.names) if cls in called else self.names - _CALLS:
+                for name in tuple(self.names) if cls in called else self.names - CALLS:
                     self._add_all(_functions_of(_static(cls, name)))
             for function in tuple(self._functions):
                 self._follow(function)

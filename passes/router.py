@@ -109,7 +109,7 @@ class _Search:
         self.scale: Value | None = None
 
     def router(self) -> Router:
-        weights, chain = self._chain(bare(self.block.weights), self.k, self._ends)
+        weights, chain = self._chain(self._untabled(bare(self.block.weights)), self.k, self._ends)
         end = chain[0]
         if end.op is aten.gather.default:
             scores, corrected, groups, correction = self._chosen_from(self._same_rows(end.args[0]))
@@ -143,9 +143,29 @@ class _Search:
         if value.op is not aten.gather.default:
             return False
         a, dim, index = value.args[:3]
-        if not _last(a, dim) or bare(index, self.k, cut=True) is not self.ids:
+        if not _last(a, dim) or self._limited(bare(index, self.k, cut=True)) is not self.ids:
             raise _stop("the weights are gathered with other ids than the experts' own")
         return True
+
+    def _untabled(self, value: Value) -> Value:
+        """`value` before it was put into a table [T, E] and taken out again by the same ids, which top-k gives once."""
+        if value.op is not aten.gather.default or value.detached:
+            return value
+        table, dim, index = value.args[:3]
+        if table.op is not aten.scatter.src or table.detached or not _last(table, dim):
+            return value
+        _, at, put, source = table.args
+        alike = len(put.meta.shape) == len(source.meta.shape) and all(map(same, put.meta.shape, source.meta.shape))
+        own = all(self._limited(bare(i, self.k, cut=True)) is self.ids for i in (index, put))
+        return self._same_rows(source) if own and alike and _last(table, at) else value
+
+    def _limited(self, index: Value) -> Value:
+        """`index` before it was limited to valid experts, which top-k's own ids are."""
+        if index.op is not aten.clamp.default or index.kwargs or len(index.args) != 3:
+            return index
+        a, low, high = index.args
+        whole = isinstance(low, int) and isinstance(high, int) and low <= 0 and high >= self.experts - 1
+        return bare(a, self.k, cut=True) if whole else index
 
     def _chain(self, value: Value, width: int, at_end: Callable[[Value], bool]) -> tuple[tuple[Step, ...], list[Value]]:
         """The steps that lead to `value` [.., width], and the values between them, both from the start on."""
@@ -155,7 +175,7 @@ class _Search:
         while not at_end(values[0]):
             step, source = self._step(values[0])
             steps.insert(0, step)
-            values.insert(0, self._same_rows(source))
+            values.insert(0, self._untabled(self._same_rows(source)))
         if values[0].detached:
             raise _stop("the router runs with gradients switched off")
         return tuple(steps), values

@@ -74,6 +74,19 @@ class Substitution:
             self._end[node] = self.view.positions[block.final]
         return Insertion(block, tuple(nodes), choice, problem)
 
+    def repeat(self, block: Block, call: fx.Node) -> Insertion:
+        """Adds ``mok::experts`` once more for a block that is this `call` of it."""
+        *_, spec, _ = call.args
+        x, ids, weights, _, down = (fx.node.map_arg(operand, _fake) for operand in call.args[:5])
+        problem = Problem.of(x, ids, weights, down)
+        choice = engines.choose(block.spec, problem, self.engine)
+        with self.adding() as nodes, self.graph.inserting_before(block.final):
+            again = self._emit(block, call.target, *call.args[:-2], spec, choice.name)
+            self._emit(block, operator.getitem, again, 0)
+        for node in nodes:
+            self._end[node] = self.view.positions[block.final]
+        return Insertion(block, tuple(nodes), choice, problem)
+
     @contextlib.contextmanager
     def adding(self) -> Iterator[list[fx.Node]]:
         """Afterwards the list holds the nodes that were added to the graph; if anything was raised, they are gone."""

@@ -217,6 +217,21 @@ def test_what_the_experts_are_changes(what):
     compare(block, traced, x)
 
 
+class Optional(Hit):
+    """Has an attribute of the name of a parameter of its experts, and it is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = None
+
+
+def test_an_attribute_of_the_block_is_none():
+    block = Optional()
+    traced = Traced(block, fullgraph=True)
+    compare(block, traced, tokens(2, 9))
+    assert traced.report.fused == 1, traced.report
+
+
 def test_a_global_changes(monkeypatch):
     block, x = of(Global)(), tokens(2, 9)
     traced = Traced(block)

@@ -20,7 +20,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, Source, UnspecializedNNModuleSource
 from torch._dynamo.variables.misc import NewGlobalVariable
 
-from mok_compile.passes.reach import CONTAINERS, Reach, is_constant, is_object
+from mok_compile.passes.reach import CALLS, CONTAINERS, Reach, is_constant, is_object
 from mok_compile.passes.rules import Break
 
 
@@ -47,7 +47,8 @@ def _check_settled(owner: torch.nn.Module, reach: Reach, side_effects: SideEffec
     changed = any(names & stored for stored in globals_set)
     for value in reach.objects(owner):
         variable = side_effects.id_to_variable.get(id(value))
-        changed |= not reach.names.isdisjoint(side_effects.store_attr_mutations.get(variable, ()))
+        names = reach.names if value is not owner or reach.calls_owner else reach.names - CALLS
+        changed |= not names.isdisjoint(side_effects.store_attr_mutations.get(variable, ()))
         held = [attribute for _, attribute in reach.attributes(value)]
         if isinstance(value, torch.nn.Module):
             held.append(value._modules)
@@ -67,7 +68,7 @@ def _guard_attributes(value: Any, source: Source, reach: Reach, seen: set[int]) 
             place: Source = DictGetItemSource(AttrSource(source, store), name)
             install_guard(place.make_guard(GuardBuilder.CONSTANT_MATCH))
     for name, attribute in reach.attributes(value):
-        if isinstance(value, torch.nn.Module) and value._modules.get(name) is attribute:
+        if isinstance(value, torch.nn.Module) and value._modules.get(name, value) is attribute:
             place = UnspecializedNNModuleSource(DictGetItemSource(AttrSource(source, "_modules"), name))
         else:
             place = AttrSource(source, name)

@@ -100,7 +100,8 @@ def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
         banks = [[t for bank in kind for t in _bank(owner, live, bank)] for kind in banks]
         if any(t.dtype != dtype for kind in banks for t in kind):
             return None  # others in their place while this is traced: `torch.func.functional_call`
-        total = torch.ops.mok.experts(x.to(dtype), ids, weights, *banks, spec, engine)[0]
+        total = torch.ops.mok.experts.default(x.to(dtype), ids, weights, *banks, spec, engine)[0]
+        comptime(_mark)
     for lo, hi, x, ids, weights in passed:
         x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
         share = torch.where((ids >= lo) & (ids < hi), weights, 0).sum(1, keepdim=True)
@@ -168,6 +169,13 @@ def _look(context: Any) -> None:
         _live.append((tuple(_example(variable) for variable in live.items), owner.source))
     except AttributeError:  # Dynamo's own classes, which another release of torch may have changed: a loop stays a loop
         log.warning("mok-compile: this release of torch keeps its variables otherwise; please report", exc_info=True)
+
+
+def _mark(context: Any) -> None:
+    """Marks the call of the op as a loop."""
+    from mok_compile.passes.traced import MARK
+
+    _variable(context, "total").as_proxy().node.args[0].meta[MARK] = True
 
 
 def _variable(context: Any, name: str) -> Any:
