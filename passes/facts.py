@@ -94,6 +94,14 @@ class Offsets(Fact):
 
 
 @dataclass(frozen=True)
+class Bounds(Fact):
+    """[E + 1]: where each expert's rows begin in sorted order, and where the last one's end."""
+
+    ids: Value
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class NoRoute(Fact):
     """True at the rows in sorted order whose id is no expert's (with `negated`: False there)."""
 
@@ -364,6 +372,13 @@ class Outputs(Fact):
 
 
 @dataclass(frozen=True)
+class Stretched(Fact):
+    """One expert's `rows`, repeated as often as a place has room for: once, if the place is theirs."""
+
+    rows: Pointwise
+
+
+@dataclass(frozen=True)
 class Onto(Fact):
     """One expert's `rows` added onto those rows of `base` that belong to their tokens."""
 
@@ -381,7 +396,7 @@ class Partial(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Filled(Fact):
-    """[S, H]: rows in slot order, of which those of some experts were written into `base`."""
+    """[S, H]: rows in slot or sorted order, of which those of some experts were written into `base`."""
 
     parts: tuple[Pointwise, ...]
     base: Value
@@ -390,7 +405,7 @@ class Filled(Fact):
 # Facts about floating-point numbers, which carry gradients.
 Differentiable = (
     (Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights)
-    | (Laid | Share | Fenced | Output | Outputs | Onto | Partial | Filled)
+    | (Laid | Share | Fenced | Output | Outputs | Stretched | Onto | Partial | Filled)
 )  # fmt: skip
 
 

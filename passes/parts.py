@@ -4,11 +4,15 @@ slots, or put one behind the other. `Partial` and `Filled` collect the parts unt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from mok_compile.passes.facts import (
     BOTH,
     CHOICE,
+    SLOT,
     SORTED,
     TOKEN,
     Fact,
@@ -18,12 +22,14 @@ from mok_compile.passes.facts import (
     Hits,
     Onto,
     Partial,
+    Perm,
     Pointwise,
     Rows,
+    Stretched,
 )
 from mok_compile.passes.masks import distinct
 from mok_compile.passes.merge import merge, merge_in_order
-from mok_compile.passes.picked import alone, hits_of_index
+from mok_compile.passes.picked import alone, hits_of_index, range_of
 from mok_compile.passes.rules import Break, Facts, _combined, _dim, rule, same
 from mok_compile.passes.view import Value
 
@@ -111,6 +117,8 @@ def _fill(facts: Facts, value: Value, base: Value, rows: Pointwise) -> Fact:
         blank = blank.args[0]
     if facts.of(blank) != Full(0.0) and blank.op not in _EMPTY:
         raise Break("no-match", "experts' rows are written over others that are not theirs")
+    if rows.order.axes == (SORTED,):
+        return _all_ranges(facts, new.parts)
     merged = merge(new.parts)
     return merged if len(value.meta.shape) == 2 else Grid(merged)
 
@@ -123,7 +131,55 @@ def _cat_experts(facts, value, tensors, dim=0):
     rows = [facts.of(t) for t in tensors]
     if not all(alone(r) and isinstance(r, Pointwise) and r.order.axes == (SORTED,) for r in rows):
         return None
+    return _all_ranges(facts, rows) if _dim(value, dim) == 0 else None
+
+
+def _all_ranges(facts: Facts, rows: Sequence[Pointwise]) -> Pointwise:
     ids = rows[0].ids
     if [r.order.expert for r in rows] != list(range(facts.parts[ids])) or any(r.ids is not ids for r in rows):
         raise Break("no-match", "the experts' rows are put together in another order, or not all of them")
-    return merge_in_order(rows, ids, SORTED) if _dim(value, dim) == 0 else None
+    return merge_in_order(rows, ids, SORTED)
+
+
+# Written to their range of the sorted rows
+
+
+@rule(aten.expand.default)
+def _stretch(facts, value, a, shape, **kwargs):
+    """As in ``rows[start:end] = a``: that the place has as many rows is not known yet."""
+    fact, rank = facts.of(a), len(value.meta.shape)
+    ranged = alone(fact) and isinstance(fact, Pointwise) and fact.order.axes == (SORTED,)
+    alike = ranged and rank == len(a.meta.shape) == 2 and same(value.meta.shape[1], a.meta.shape[1])
+    return Stretched(fact) if alike and not same(value.meta.shape[0], a.meta.shape[0]) else None
+
+
+@rule(aten.copy.default)
+def _copy_to_range(facts, value, place, a, *args):
+    fact = facts.of(a)
+    rows = fact.rows if isinstance(fact, Stretched) else fact
+    if not alone(rows) or not isinstance(rows, Pointwise) or rows.order.axes != (SORTED,):
+        return None
+    if place.op is not aten.slice.Tensor or range_of(facts, rows.ids, place.args[1:]) != rows.order:
+        raise Break("no-match", "an expert's rows are written to the places of other rows")
+    whole = all(map(same, place.args[0].meta.shape[1:], value.meta.shape[1:]))
+    return replace(rows, dtypes=rows.dtypes | {value.meta.dtype}) if whole else None
+
+
+@rule(aten.slice_scatter.default)
+def _fill_range(facts, value, base, a, *place):
+    rows = facts.of(a)
+    if not alone(rows) or not isinstance(rows, Pointwise) or a.op is not aten.copy.default:
+        return None
+    if range_of(facts, rows.ids, place) != rows.order:
+        raise Break("no-match", "an expert's rows are written to the places of other rows")
+    return _fill(facts, value, base, rows)
+
+
+@rule(aten.index_copy.default)
+def _put_back(facts, value, base, dim, index, source):
+    """All rows in sorted order, each written to its slot."""
+    rows, by = facts.of(source), facts.of(index)
+    if not isinstance(rows, Pointwise) or not isinstance(by, Perm) or rows.order != SORTED or _dim(base, dim) != 0:
+        return None
+    whole = all(map(same, value.meta.shape, source.meta.shape))
+    return replace(rows, order=SLOT) if whole and rows.ids is by.ids else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,12 +15,14 @@ from mok_compile.passes.facts import (
     SLOT,
     SORTED,
     TOKEN,
+    Bounds,
     Combined,
     Counts,
     Fact,
     Full,
     Hits,
     Iota,
+    Offsets,
     Partial,
     Place,
     Places,
@@ -30,8 +33,9 @@ from mok_compile.passes.facts import (
     Token,
 )
 from mok_compile.passes.masks import distinct
-from mok_compile.passes.rules import Facts, _dim, _integer, rule, same
+from mok_compile.passes.rules import Break, Facts, _dim, _integer, rule, same
 from mok_compile.passes.shares import from_column
+from mok_compile.passes.sign import may_be_negative
 from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
@@ -169,3 +173,49 @@ def _split_by_expert(facts, value, a, sizes, dim=0):
             return None
     facts.parts[fact.ids] = len(sizes)
     return replace(fact, order=Hits(fact.ids, (SORTED,), expert=value.index))
+
+
+# A range of sorted rows
+
+
+@rule(aten.cat.default)
+def _bounds(facts, value, tensors, dim=0):
+    """A zero, then the ends."""
+    if len(tensors) != 2 or facts.of(tensors[0]) != Full(0.0) or not isinstance(facts.of(tensors[1]), Offsets):
+        return None
+    first, ends = tensors[0], facts.of(tensors[1])
+    return Bounds(ends.ids, ends.num_experts) if len(first.meta.shape) == 1 and same(first.meta.shape[0], 1) else None
+
+
+def _bound(facts: Facts, place: Any, ids: Value) -> tuple[int, int] | None:
+    """Which expert's rows begin at `place` in the sorted rows of `ids`, and the number of experts."""
+    read = facts.read_from(place)
+    fact = facts.of(read.value) if read is not None else None
+    if not isinstance(fact, (Bounds, Offsets)) or fact.ids is not ids or read.index < 0:
+        return None
+    return read.index + isinstance(fact, Offsets), fact.num_experts
+
+
+def range_of(facts: Facts, ids: Value, place: tuple) -> Hits | None:
+    """The rows of one expert, where `place` (dimension, start, end and step of a slice) is its range of sorted rows."""
+    dim, start, end, step = (*place, *(0, None, None, 1)[len(place) :])
+    last = _bound(facts, end, ids)
+    if dim != 0 or step != 1 or last is None:
+        return None
+    expert, experts = last[0] - 1, last[1]
+    zero = start is None or (isinstance(start, int) and start == 0)
+    first = (0, experts) if zero else _bound(facts, start, ids)
+    if first != (expert, experts) or facts.parts.setdefault(ids, experts) != experts:
+        return None
+    if may_be_negative(ids, experts):
+        raise Break("no-match", "the expert numbers are computed so that they may be negative")
+    return Hits(ids, (SORTED,), expert=expert)
+
+
+@rule(aten.slice.Tensor)
+def _range(facts, value, a, *place):
+    fact = facts.of(a)
+    if not isinstance(fact, (Rows, Pointwise, RowWeight)) or fact.order != SORTED:
+        return None
+    hits = range_of(facts, fact.ids, place)
+    return None if hits is None else replace(fact, order=hits)

@@ -76,7 +76,7 @@ class Facts:
         self._numbers = numbers or {}
         self.broken: dict[Value, Broken] = {}
         # Rows that are written into once more, and sums that another expert was added onto.
-        self.overwritten = {value.args[0] for value in values if value.op is aten.index_put.default}
+        self.overwritten = {v.args[0] for v in values if v.op in (aten.index_put.default, aten.slice_scatter.default)}
         self.extended: set[Value] = set()
         self.parts: dict[Value, int] = {}  # by ids: into how many parts the sorted rows were split
         # Of values that an expert computes for every token, what they are to a block that counts only its own.
@@ -581,7 +581,7 @@ def _detach(facts, value, a):
 @rule(aten._to_copy.default)
 def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
     fact = facts.of(a)
-    if device is not None and value.meta.device != a.meta.device:
+    if device is not None and value.meta.device != a.meta.device and not isinstance(fact, Counts):
         return None
     if not isinstance(fact, Differentiable | Full):
         # Numbers of experts and counts fit into any of the exact types, places into the wide integers only.

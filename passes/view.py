@@ -253,10 +253,18 @@ class View:
         return self._storages.setdefault(key, known or Storage())
 
     def _write(self, node: fx.Node, cell: Cell, value: Value) -> None:
-        position = self.positions[node]
+        position, before = self.positions[node], cell.value
         cell.storage.writers.append(node)
         for other in cell.storage.cells:
-            other.history.append((position, value if other is cell else self._overwritten(node, other)))
+            other.history.append((position, value if other is cell else self._around(node, other, before, value)))
+
+    def _around(self, node: fx.Node, cell: Cell, part: Value, value: Value) -> Value:
+        """What `cell` holds once `value` was written over `part`, which shares its memory."""
+        slices = part.op is aten.slice.Tensor and part.args[0] is cell.value and _is_new(cell.value)
+        if not slices or part.detached != cell.value.detached:
+            return self._overwritten(node, cell)
+        args = (cell.value, value, *part.args[1:])
+        return self._intern(node, aten.slice_scatter.default, args, part.kwargs, 0, cell.value.meta)
 
     def _overwritten(self, node: fx.Node, cell: Cell) -> Value:
         return self._fresh(node, cell.value.meta, "written")
@@ -353,6 +361,19 @@ class View:
         held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
         if held is not None:
             self.cells[node] = held
+
+
+_CREATE = (
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format),
+    *(aten.empty_like.default, aten.new_empty.default, aten.ones.default, aten.full.default),
+)
+
+
+def _is_new(value: Value) -> bool:
+    """Whether `value` is in memory that was made for it: no two of its elements are in one place."""
+    while value.op in (aten.slice_scatter.default, aten.detach.default, aten.alias.default):
+        value = value.args[0]
+    return value.op in _CREATE
 
 
 def _name_of(node: fx.Node) -> str:

@@ -1,4 +1,5 @@
-"""Routers that hand the experts' token counts on as Python numbers, in the style of Granite MoE."""
+"""Routers that hand the experts' token counts on as Python numbers, in the style of Granite MoE, or as a tensor by
+which the experts take their rows, in the style of Aria."""
 
 import pytest
 import torch
@@ -49,6 +50,38 @@ class Block(nn.Module):
         return torch.zeros_like(x).index_add(0, index, out).view(shape)
 
 
+def project(rows, weight, counts):
+    """A function, which no door leads to."""
+    out = torch.zeros(rows.shape[0], weight.shape[-1], dtype=rows.dtype)
+    bounds = torch.cat((torch.zeros(1, dtype=torch.long), torch.cumsum(counts, dim=0)))
+    for e in range(weight.shape[0]):
+        out[bounds[e] : bounds[e + 1]] = torch.matmul(rows[bounds[e] : bounds[e + 1]], weight[e])
+    return out
+
+
+class Ranges(nn.Module):
+    def __init__(self, odd=False):
+        super().__init__()
+        self.router, self.odd = nn.Linear(H, E, bias=False), odd
+        self.up, self.down = nn.Parameter(torch.randn(E, H, 2 * I) * 0.3), nn.Parameter(torch.randn(E, I, H) * 0.3)
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, H)
+        logits, ids = self.choose(x)
+        counts = torch.histc(ids.flatten().to(torch.float32), bins=E, min=0, max=E - 1).to(ids.dtype)
+        order = torch.argsort(ids.view(-1))
+        gate, up = project(x.index_select(0, order // K), self.up, counts.cpu()).chunk(2, dim=-1)
+        mixed = F.silu(gate) * up
+        if self.odd:
+            mixed = mixed - mixed.mean(0)
+        rows = project(mixed, self.down, counts.cpu())
+        out = torch.zeros_like(rows).index_copy_(0, order, rows).view(-1, K, H)
+        return (out * F.softmax(logits, dim=-1).unsqueeze(-1)).sum(dim=1).view(shape)
+
+    def choose(self, x):
+        return torch.topk(self.router(x), k=K, dim=1)
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
@@ -58,24 +91,27 @@ def fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", [Block, Ranges])
 @pytest.mark.parametrize("training", [True, False])
-def test_counts_stay_in_the_graph(training):
-    block = Block().train(training)
+def test_counts_stay_in_the_graph(kind, training):
+    block = kind().train(training)
     traced = Traced(block)
     compare(block, traced, tokens(2, 9))
     assert traced.counts() == (1, 0) and len(traced.graphs) == 1, traced.report
 
 
-def test_idle_experts():
-    block = Block()
+@pytest.mark.parametrize("kind", [Block, Ranges])
+def test_idle_experts(kind):
+    block = kind()
     with torch.no_grad():
-        block.router.layer.weight.zero_()
+        next(block.router.parameters()).zero_()
     compare(block, Traced(block), tokens(2, 9))
 
 
-def test_what_is_not_fused_compiles_as_ever():
+@pytest.mark.parametrize("kind", [Block, Ranges])
+def test_what_is_not_fused_compiles_as_ever(kind):
     """The graph breaks at the counts, as under any other backend."""
-    block, x, graphs = Block(odd=True), tokens(2, 9), []
+    block, x, graphs = kind(odd=True), tokens(2, 9), []
 
     def other(gm, inputs):
         graphs.append(gm)
@@ -88,7 +124,8 @@ def test_what_is_not_fused_compiles_as_ever():
     assert traced.report.fused == 0 and len(traced.graphs) == len(graphs) > 1
 
 
-def test_switched_off():
-    block, x = Block(), tokens(2, 9)
+@pytest.mark.parametrize("kind", [Block, Ranges])
+def test_switched_off(kind):
+    block, x = kind(), tokens(2, 9)
     traced = Traced(block, enabled=False)
     assert torch.equal(traced(x), block(x))

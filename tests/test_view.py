@@ -89,6 +89,30 @@ def test_writing_a_view_changes_its_base():
     assert y.op == "written"
 
 
+def test_writing_a_slice_of_new_memory_is_slice_scatter():
+    def f(x):
+        y = torch.zeros(6)
+        y[1:3] = x[:2]
+        y[4:] = x[2:]
+        return y, y[1:3] + 0
+
+    view, _ = view_of(f, torch.randn(4))
+    y, part = result(view)
+    assert (y.op, y.args[0].op) == (aten.slice_scatter.default,) * 2
+    assert [v.args[2:] for v in (y.args[0], y)] == [(0, 1, 3), (0, 4, 9223372036854775807)]
+    assert part.args[0].op is aten.slice.Tensor and part.args[0].args[0] is y
+
+
+@pytest.mark.parametrize("base", [torch.zeros(3), torch.zeros(1).expand(3)], ids=["input", "overlapping"])
+def test_writing_a_slice_of_other_memory_says_nothing_of_its_base(base):
+    def f(y, x):
+        y[:1] = x[:1]
+        return y + 0
+
+    view, _ = view_of(f, base, torch.randn(3))
+    assert result(view)[0].args[0].op == "written"
+
+
 def test_writing_the_base_changes_its_views():
     def f(x):
         y = x * 2

@@ -1,4 +1,4 @@
-"""Routers that hand the number of each expert's tokens on as Python numbers, as those of Granite MoE do.
+"""Routers whose experts take the number of each expert's tokens as Python numbers, as those of Granite MoE and Aria do.
 
 Dynamo breaks the graph where a tensor becomes numbers, unless a flag says to keep them as symbols. When it meets such a
 router while it traces for our backend, the frame is traced once more with the flag on, until the end of this compile.
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _FLAG = "capture_scalar_outputs"
+# Counts that become numbers when slices are taken by them, beside the sort that those slices are of.
+_COUNTED, _SORTED = {"histc", "bincount"}, {"topk", "sort", "argsort"}
 
 
 class _State:
@@ -26,7 +28,8 @@ class _State:
 def may_count(function: Any) -> bool:
     """Whether `function` is a router of this kind, judged by its code object."""
     plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-    return plain and {"tolist", "topk"} <= set(function.__code__.co_names)
+    names = set(function.__code__.co_names) if plain else set()
+    return {"tolist", "topk"} <= names or not (_COUNTED.isdisjoint(names) or _SORTED.isdisjoint(names))
 
 
 def install(cls: type, name: str, function: types.FunctionType) -> None:
