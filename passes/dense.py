@@ -157,7 +157,7 @@ def _expert_cone(facts: Facts, outputs: Value) -> tuple[list[Value], Value | Non
         cone.append(value)
         if value.op in (aten.mm.default, aten.addmm.default):
             pending.append((value.args[-2], level + 1))
-        elif (level == 0 and value.op not in _PASSED) or value.op in ("input", "opaque"):
+        elif (level == 0 and value.op not in _PASSED) or isinstance(value.op, str):
             return [], None
         else:
             pending += [(v, level) for v in value.inputs if len(v.meta.shape) > 1]

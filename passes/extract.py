@@ -141,7 +141,7 @@ def _belongs(node: fx.Node, view: View, facts: Facts) -> bool:
         return any(role_of(facts.of(value)) == "dispatch" for value in view.made[node])
     value = view.value(node)
     fact = facts.of(value)
-    if value.op in ("input", "opaque", "written"):
+    if isinstance(value.op, str):
         return False
     helper = value.op in _SHAPE_OPS or _written_by_rows(node, view, facts)
     return role_of(fact) == "dispatch" or isinstance(fact, (Iota, Full)) or (fact is None and helper)

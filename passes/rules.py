@@ -95,7 +95,8 @@ class Facts:
         try:
             fact = apply(self, value, *value.args, **value.kwargs) if apply else None
             if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
-                raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
+                what = "random numbers, as dropout draws them, are" if value.op == "random" else f"{_name(value)} is"
+                raise Break("no-match", f"{what} not understood between dispatch and combine")
             if isinstance(fact, Differentiable) and any(self._otherwise(v, value) for v in value.inputs):
                 raise Break("no-match", f"gradients are switched off in a part of the block, around {_name(value)}")
             if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2 and isinstance(fact.order, str):
@@ -870,8 +871,10 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
     base = left if isinstance(left, Pointwise) else right
     if not isinstance(base, Pointwise):
         return None
+    drawn = any(map(_is_random, (a, b)))
     if base.level > 1:
-        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
+        what = "dropout, or something else with random numbers," if drawn else _name(value)
+        raise Break("post-norm", f"{what} works on the output of the down projection")
     sides = []
     for fact, operand in ((left, a), (right, b)):
         number = fact.number if isinstance(fact, Full) else _number(operand)
@@ -882,9 +885,20 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
         elif number is not None:
             sides.append(number)
         else:
-            raise Break("activation", f"{_name(value)} joins the experts' rows with a tensor from elsewhere")
+            what = "random numbers, as dropout does" if drawn else "a tensor from elsewhere"
+            raise Break("activation", f"{_name(value)} joins the experts' rows with {what}")
     dtypes = base.dtypes.union(*(f.dtypes for f in (left, right) if isinstance(f, Pointwise)), {value.meta.dtype})
     return replace(base, expr=combine(*sides), dtypes=dtypes)
+
+
+def _is_random(value: Any) -> bool:
+    """Whether `value` is nothing but random numbers, scaled."""
+    while isinstance(value, Value):
+        if value.op == "random":
+            return True
+        inputs = list(value.inputs)
+        value = inputs[0] if len(inputs) == 1 else None
+    return False
 
 
 def _unary(name: str, *ops) -> None:

@@ -47,9 +47,9 @@ class Meta:
 class Value:
     """One tensor value: output `index` of `op` applied to `args` (values, constants, nested tuples of these).
 
-    `op` is an OpOverload, or "input" / "opaque" for what the view does not look into, "written" for what it became when
-    something unknown was written into it. `detached` marks values computed while gradients were switched off inside a
-    graph that computes gradients.
+    `op` is an OpOverload, or "input" / "opaque" for what the view does not look into, "random" for numbers that were
+    drawn, "written" for what a tensor became when something unknown was written into it. `detached` marks values
+    computed while gradients were switched off inside a graph that computes gradients.
     """
 
     __slots__ = ("args", "detached", "index", "kwargs", "meta", "number", "op")
@@ -223,9 +223,9 @@ class View:
         self.made[node].append(value)
         return value
 
-    def _fresh(self, node: fx.Node, meta: Meta, op: str = "opaque") -> Value:
+    def _fresh(self, node: fx.Node, meta: Meta, op: str = "opaque", *args) -> Value:
         """A value that equals no other."""
-        return self._intern(node, op, (node.name, len(self.values)), {}, 0, meta)
+        return self._intern(node, op, (node.name, len(self.values), *args), {}, 0, meta)
 
     def _hold(self, node: fx.Node, value_of: Callable[[torch.Tensor], Value]) -> None:
         """Gives `node` new cells after its example values."""
@@ -338,18 +338,18 @@ class View:
             args, kwargs = _tuples(
                 map_aggregate((step.args, step.kwargs), lambda a: made[a].value if isinstance(a, _Ref) else rename(a))
             )
+            random = torch.Tag.nondeterministic_seeded in step.op.tags
             for ref in step.written:
                 functional = _functional(step.op)
                 meta = made[ref].value.meta
-                known = functional and len(step.written) == 1 and not step.overlaps
+                known = functional and len(step.written) == 1 and not step.overlaps and not random
                 new = (node, functional, args, kwargs, 0, meta)
-                value = self._intern(*new) if known else self._fresh(node, meta, "written")
+                value = self._intern(*new) if known else self._fresh(node, meta, "random" if random else "written")
                 self._write(node, made[ref], value)
             for ref, meta, alias in step.outputs:
                 meta = rename.meta(meta)
-                random = torch.Tag.nondeterministic_seeded in step.op.tags
-                new = (node, meta) if random else (node, step.op, args, kwargs, ref.index, meta)
-                value = self._fresh(*new) if random else self._intern(*new)
+                new = (node, step.op, args, kwargs, ref.index, meta)
+                value = self._fresh(node, meta, "random", *args) if random else self._intern(*new)
                 made[ref] = self._cell(node, value, made[alias].storage if alias else Storage())
         examples = {
             ref: e

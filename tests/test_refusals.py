@@ -866,6 +866,50 @@ def test_rounding_inside_the_block():
     check_refused(Bf16Weights(), tokens(), reason="dtype")
 
 
+class DrawnTwice(Separate):
+    """Gate and up get noise of their own, each drawn in the same words."""
+
+    def gather(self, x, perm):
+        noisy = (x * torch.empty_like(x).uniform_(0.5, 1.5) for _ in range(2))
+        return [super(DrawnTwice, self).gather(t, perm) for t in noisy]
+
+    def project_up(self, rows, sorted_ids, offsets):
+        return [super(DrawnTwice, self).project_up(r, sorted_ids, offsets)[i] for i, r in enumerate(rows)]
+
+
+class Dropped(Moe):
+    """Dropout, in front of the down projection or behind it."""
+
+    def activate(self, h):
+        return self.drop(super().activate(h), "inside")
+
+    def project_down(self, rows, sorted_ids, offsets):
+        return self.drop(super().project_down(rows, sorted_ids, offsets), "behind")
+
+    def drop(self, rows, place):
+        return F.dropout(rows, 0.5) if place == self.place else rows
+
+
+@pytest.mark.parametrize(
+    ("block", "place", "status"),
+    [(DrawnTwice, "", "missed"), (Dropped, "inside", "missed"), (Dropped, "behind", "fused")],
+)
+def test_random_numbers(block, place, status):
+    model = block()
+    model.place = place
+    torch._dynamo.reset()
+    fused = Fused(model, verify=False)
+    found = []
+    for run in (model, fused):
+        torch.manual_seed(7)
+        x = tokens()
+        y = run(x)
+        found.append((y.detach(), torch.autograd.grad(y.sum(), [x, *model.parameters()], allow_unused=True)))
+    torch.testing.assert_close(*found)
+    assert [site.status for site in fused.report.sites] == [status], fused.report
+    assert block is DrawnTwice or "dropout" in str(fused.report)
+
+
 class NarrowedRoutingWeights(Moe):
     def combine(self, x, rows, weights, perm):
         rows = rows * weights.reshape(-1)[perm].bfloat16().unsqueeze(-1)
