@@ -6,7 +6,6 @@ must run as often as in eager, so it is no block; and what the proof's own run h
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections import deque
@@ -31,7 +30,7 @@ class Effects:
         self._classes = [(cls, dict(vars(cls))) for cls in bases - {object}]
         held = [attribute for _, attributes in (*self._attributes, *self._classes) for attribute in attributes.values()]
         found = _containers([*held, *(value for _, _, value in self._globals)])
-        self._contents = [(value, copy.copy(value)) for value in found]
+        self._contents = [(value, _copy(value)) for value in found]
         self._random = random.getstate()
 
     def undo(self) -> bool:
@@ -59,6 +58,12 @@ class Effects:
                 now.clear()
                 now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
         return changed
+
+
+def _copy(container: Any) -> dict | set | list:
+    """The entries of a container, without what else its class may hold."""
+    kind = dict if isinstance(container, dict) else set if isinstance(container, set) else list
+    return kind(container)
 
 
 def _differ(a: Any, b: Any) -> bool:

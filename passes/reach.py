@@ -35,6 +35,7 @@ class Reach:
         self.calls_owner = not CALLS.isdisjoint(name for code in _codes(function.__code__) for name in code.co_names)
         self.globals: set[tuple[str, str]] = set()
         self._functions: set[types.FunctionType] = set()
+        self._shared: dict[type, tuple[int, tuple[str, ...]]] = {}
         self._add(function)
         while True:
             known = len(self.names), len(self._functions)
@@ -51,17 +52,25 @@ class Reach:
 
     def attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
         """The attributes of `value` that can be read: of the instance, submodules, state of the class."""
-        cls, own = type(value), getattr(value, "__dict__", {})
+        own = getattr(value, "__dict__", {})
         modules = own.get("_modules", {}) if isinstance(value, torch.nn.Module) else {}
         every = isinstance(value, _MODULES)
         for name, module in modules.items():
             if module is not None and (every or name in self.names or not name.isidentifier()):
                 yield name, module
-        for name in sorted(self.names):
-            if name in own:
-                yield name, own[name]
-            elif name not in modules and _is_state(shared := _static(cls, name)):
-                yield name, shared
+        for name in [name for name in own if name in self.names]:
+            yield name, own[name]
+        for name in self.shared(type(value)):
+            if name not in own and name not in modules:
+                yield name, _static(type(value), name)
+
+    def shared(self, cls: type) -> tuple[str, ...]:
+        """Names of the state that objects of class `cls` have from their class."""
+        known, names = self._shared.get(cls, (-1, ()))
+        if known != len(self.names):
+            names = tuple(name for name in sorted(self.names) if _is_state(_static(cls, name)))
+            self._shared[cls] = len(self.names), names
+        return names
 
     def objects(self, owner: torch.nn.Module) -> Iterator[Any]:
         """`owner` and all objects that can be reached from it or from a global, each once."""

@@ -23,9 +23,10 @@ def watch() -> None:
 
 
 def _open(*_) -> None:
-    from mok_compile.integrations import capture, counts, loops, transformers
+    from mok_compile.integrations import capture, counts, loops, proofs, transformers
 
     capture.watch()
     counts.watch()
+    proofs.watch()
     transformers.open_eager()
     loops.open_doors()

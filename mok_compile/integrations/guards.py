@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-import types
 from typing import Any
 
 import torch
@@ -24,14 +23,13 @@ from mok_compile.passes.reach import CALLS, CONTAINERS, Reach, is_constant, is_o
 from mok_compile.passes.rules import Break
 
 
-def guard(owner: torch.nn.Module, source: Source, function: types.FunctionType) -> None:
-    """Guards all that `function`, called with `owner`, can read. `source`: where Dynamo has `owner` from.
+def guard(owner: torch.nn.Module, source: Source, reach: Reach) -> None:
+    """Guards all that is in `reach` of a function called with `owner`. `source`: where Dynamo has `owner` from.
 
     Break if any of that is changed by what Dynamo has traced so far.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    reach = Reach(owner, function)
     _check_settled(owner, reach, InstructionTranslator.current_tx().output.side_effects)
     seen: set[int] = set()
     _guard_attributes(owner, source, reach, seen)

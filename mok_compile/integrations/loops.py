@@ -201,6 +201,7 @@ def _example(variable: Any) -> Any:
 def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
     from mok_compile.integrations.guards import guard
+    from mok_compile.integrations.proofs import proven
     from mok_compile.passes.iteration import understand
     from mok_compile.passes.rules import Break
 
@@ -208,8 +209,9 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         return None
     live, source = _live.pop()
     try:
-        plan = _written(understand(cut, owner, live), owner, our_options().engine)
-        guard(owner, source, cut.probe)
+        engine = our_options().engine
+        plan, reach = proven(cut, owner, (*live, engine), lambda: _written(understand(cut, owner, live), owner, engine))
+        guard(owner, source, reach)
     except Break as stop:
         refused[owner] = stop.reason, stop.detail
         log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
