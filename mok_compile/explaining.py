@@ -49,6 +49,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
 
     def run(*args: Any, **kwargs: Any) -> Report:
         collector = Collector(mine)
+        refused.clear()
         with broken_graphs(collector.report):
             if (module := _caller(model)) is not None:
                 with _compiled(module, collector):

@@ -42,7 +42,7 @@ from mok_compile.passes.standins import (
     number_of,
     numbered,
 )
-from mok_compile.passes.turn import Occupied, Passed, TurnFacts
+from mok_compile.passes.turn import Occupied, Passed, TurnFacts, not_from_0
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
@@ -71,11 +71,11 @@ class Part:
     sources: dict[str, Any] | None = None
 
 
-def understand(cut: Cut, owner: torch.nn.Module, live: tuple) -> tuple[Part, ...]:
+def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int] = frozenset()) -> tuple[Part, ...]:
     """Proves what the loop of `cut` does in `owner`: what becomes of each range of experts.
 
-    `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. Break with reason and detail
-    where there is no proof.
+    `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. `masks`: the places of those
+    that hold zeros, and at most one 1 in each row. Break with reason and detail where there is no proof.
     """
     check_quiet(owner, cut.reads)
     _check_apart(cut, live)
@@ -91,7 +91,7 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple) -> tuple[Part, ...
     while ranges:
         lo, hi = ranges.pop(0)
         try:
-            parts.append(_prove(cut, owner, live, lo, hi, reach))
+            parts.append(_prove(cut, owner, live, masks, lo, hi, reach))
         except Split as split:
             ranges[:0] = [(lo, split.at), (split.at, hi)]
         except Absent:
@@ -125,7 +125,9 @@ def _memory(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _prove(cut: Cut, owner: torch.nn.Module, live: tuple, lo: int, hi: int, reach: Reach) -> Part:
+def _prove(
+    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], lo: int, hi: int, reach: Reach
+) -> Part:
     effects = Effects(owner, reach)
     turn, idle = Turn(cut, owner, live, (lo, hi)), Turn(cut, owner, live, (lo, hi), rows=0)
     try:
@@ -136,7 +138,7 @@ def _prove(cut: Cut, owner: torch.nn.Module, live: tuple, lo: int, hi: int, reac
         raise Break("mutation", "the loop changes more than tensors: an attribute, a list, the random numbers' state")
     if not idle.unchanged(nothing):
         raise Break("no-match", "an expert without tokens changes the result")
-    return turn.conclude(result)
+    return turn.conclude(result, masks)
 
 
 class Turn:
@@ -153,6 +155,7 @@ class Turn:
         self._counted: torch.Tensor | None = None
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self._total: Any = None
+        self._masks: frozenset[int] = frozenset()
 
     def run(self) -> torch.Tensor | None:
         """What the turn leaves of the total, or puts into its list."""
@@ -184,8 +187,9 @@ class Turn:
                     return False
         return result is self._total
 
-    def conclude(self, result: torch.Tensor | None) -> Part:
+    def conclude(self, result: torch.Tensor | None, masks: frozenset[int]) -> Part:
         """What the recorded turn means."""
+        self._masks = masks
         (lo, hi), sources = self.range, self.recorder.sources
         view = View(self._finished(result))
         final = self.recorder.node(result)
@@ -207,7 +211,7 @@ class Turn:
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
-            raise Break("layout", "the experts' numbers do not start at 0")
+            raise not_from_0(lo)
         return Part(lo, hi, replace(_block(final, fact, view, facts), base=None), sources=sources)
 
     def _check_base(self, view: View, base: Value | None) -> None:
@@ -239,6 +243,11 @@ class Turn:
             raise Break("no-match", "the loop does not return what it adds onto")
         self.recorder.graph.output(node)
         return self.recorder.graph
+
+    def is_mask(self, value: Value) -> bool:
+        """Whether `value` is a mask of which one expert at most is known for each slot."""
+        source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
+        return isinstance(source, Local) and source.place in self._masks and len(value.meta.shape) in (2, 3)
 
     def _is_start(self, value: Value) -> bool:
         """Whether `value` is what the total was before the turn."""

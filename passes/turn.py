@@ -108,6 +108,8 @@ class Passed(Fact):
 
 # The op of a value that no node holds: the expert of each row, by how many rows each expert has.
 ROW_IDS = "row_ids"
+# The same: the expert of each slot, by a mask that has at most one; no expert's number where it has none.
+CHOSEN = "chosen"
 OWN: dict[Any, Callable] = {}
 
 
@@ -126,7 +128,7 @@ class TurnFacts(Facts):
     def __init__(self, view: View, turn: Turn) -> None:
         self.turn = turn
         self._made: dict[tuple, Value] = {}
-        super().__init__(view.values)
+        super().__init__(view.values, {v: self._one_hot(v) for v in view.values if turn.is_mask(v)})
 
     def derived(self, op: Any, args: tuple, like: Value, shape: tuple, dtype: torch.dtype | None = None) -> Value:
         """A value that no node holds: `op` of banks as a whole, where the loop applies it to one member."""
@@ -135,6 +137,12 @@ class TurnFacts(Facts):
             meta = Meta(dtype or like.meta.dtype, shape, like.meta.device)
             self._made[key] = Value(-1 - len(self._made), op, args, {}, like.index, meta, like.detached)
         return self._made[key]
+
+    def _one_hot(self, mask: Value) -> Choice:
+        """What `mask` says, which has at most one expert for each slot."""
+        *slots, experts = mask.meta.shape
+        ids = self.derived(CHOSEN, (mask,), mask, tuple(slots), torch.int64)
+        return Choice(ids, (*"tk"[: len(slots)], "e"), experts)
 
     def unstaged(self, value: Any) -> Any:
         """`value` without the dimension of one before it, if it is known as something with one."""
@@ -165,6 +173,13 @@ class TurnFacts(Facts):
 
     def _break(self, value: Value, stop: Break) -> None:
         self.broken[value] = Broken(stop.reason, stop.detail, value)
+
+
+def not_from_0(lo: int) -> Break:
+    """Why the experts from number `lo` on are no block."""
+    return Break(
+        "layout", f"the loop does something else for the experts before number {lo}, and runs an MLP only from there on"
+    )
 
 
 def _integer(value: Value) -> bool:
@@ -302,10 +317,12 @@ def _pick(facts, value, bank, keepdim):
         if fact.axes[0] != "e" or hi > fact.num_experts:
             return None
         return Mine(fact.ids, (("1",) if keepdim else ()) + fact.axes[1:])
-    if fact is not None or not bank.meta.dtype.is_floating_point or len(bank.meta.shape) not in (2, 3):
+    if fact is None and not bank.meta.dtype.is_floating_point:
+        raise Break("no-match", "the experts' rows are picked by numbers of which nothing is known")
+    if fact is not None or len(bank.meta.shape) not in (2, 3):
         return None
     if lo != 0:
-        raise Break("layout", "the weights of the experts do not start at number 0")
+        raise not_from_0(lo)
     if bank.meta.shape[0] != hi:
         bank = facts.derived(aten.slice.Tensor, (bank, 0, 0, hi), bank, (hi, *bank.meta.shape[1:]))
     member = Member(Weight(bank, True))

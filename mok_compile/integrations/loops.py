@@ -123,6 +123,9 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return _attribute(owner, rest[0])
     base, *more = rest
     base = _value(owner, live, base)
+    if kind == "chosen":
+        hit = base != 0
+        return torch.where(hit.any(-1), hit.int().argmax(-1), base.shape[-1])
     if kind == "row_ids":
         rows = _value(owner, live, more[0])
         return torch.searchsorted(base.cumsum(0), torch.arange(rows.shape[0], device=base.device), right=True)
@@ -166,7 +169,8 @@ def _look(context: Any) -> None:
     _live.clear()
     try:
         owner, live = (_variable(context, name) for name in ("owner", "live"))
-        _live.append((tuple(_example(variable) for variable in live.items), owner.source))
+        nodes = [v.as_proxy().node if v.realize().is_tensor() else None for v in live.items]
+        _live.append((tuple(_example(variable) for variable in live.items), nodes, owner.source))
     except AttributeError:  # Dynamo's own classes, which another release of torch may have changed: a loop stays a loop
         log.warning("mok-compile: this release of torch keeps its variables otherwise; please report", exc_info=True)
 
@@ -203,22 +207,27 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     from mok_compile.integrations.guards import guard
     from mok_compile.integrations.proofs import proven
     from mok_compile.passes.iteration import understand
+    from mok_compile.passes.one_hot import is_one_hot
     from mok_compile.passes.rules import Break
 
     if not _live:
         return None
-    live, source = _live.pop()
+    live, nodes, source = _live.pop()
     try:
+        masks = frozenset(place for place, node in enumerate(nodes) if node is not None and is_one_hot(node))
         engine = our_options().engine
-        plan, reach = proven(cut, owner, (*live, engine), lambda: _written(understand(cut, owner, live), owner, engine))
+        plan, reach = proven(
+            cut, owner, (*live, masks, engine), lambda: _written(understand(cut, owner, live, masks), owner, engine)
+        )
         guard(owner, source, reach)
     except Break as stop:
-        refused[owner] = stop.reason, stop.detail
+        # Where the graph then breaks, the loop comes again, in a frame that knows less.
+        refused.setdefault(owner, (stop.reason, stop.detail))
         log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
         return None
     except Exception as error:  # a bug of ours must not end the user's compile
         log.warning("mok-compile: a loop over experts could not be analysed; please report", exc_info=True)
-        refused[owner] = "data-dependent", f"the loop could not be analysed: {error!r}"
+        refused.setdefault(owner, ("data-dependent", f"the loop could not be analysed: {error!r}"))
         return None
     refused.pop(owner, None)
     return plan
@@ -268,7 +277,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     """How to compute `value`, of the recorded turn, from local variables and attributes."""
     from mok_compile.passes.rules import Break
     from mok_compile.passes.standins import Local
-    from mok_compile.passes.turn import ROW_IDS
+    from mok_compile.passes.turn import CHOSEN, ROW_IDS
 
     recipe = functools.partial(_recipe, part=part, owner=owner)
     if value.op == "input":
@@ -290,6 +299,8 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     }.get(value.op)
     if value.op is aten.gather.default and value.number < 0:
         return "gather", recipe(args[0]), recipe(args[2])
+    if value.op == CHOSEN:
+        return value.op, recipe(args[0])
     if value.op == ROW_IDS:
         return value.op, recipe(args[0]), recipe(args[1])
     if value.op is aten._to_copy.default:

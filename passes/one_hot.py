@@ -1,0 +1,106 @@
+"""Masks that a loop over experts gets ready-made: zeros and ones, and for each slot at most one expert.
+
+The loop itself cannot tell; the graph that Dynamo has traced up to there can: a one-hot of expert numbers, from which
+others are struck out for want of capacity, say.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mok_compile.passes.facts import Iota
+from mok_compile.passes.rules import Facts, same
+from mok_compile.passes.view import Value, View
+
+aten = torch.ops.aten
+
+
+def is_one_hot(node: fx.Node) -> bool:
+    """Whether the tensor of `node`, integers or booleans, is known to hold zeros, and at most one 1 in each row of its
+    last dimension."""
+    if not _is_number(node) or len(_example(node).shape) < 2:
+        return False
+    nodes = _behind(node)
+    if node not in nodes:  # one of several results
+        return False
+    # Only what leads here is looked at, so nothing of it may have been written in place.
+    memory = {_memory(n) for n in nodes}
+    sharing = (n for n in node.graph.nodes if _is_number(n) and _memory(n) in memory)
+    if any(_example(n).is_inference() or _example(n)._version for n in sharing):
+        return False
+    graph, env = fx.Graph(), {}
+    for old in node.graph.nodes:
+        if old in nodes:
+            for arg in old.all_input_nodes:
+                if arg not in env:
+                    env[arg] = graph.placeholder(arg.name)
+                    env[arg].meta = dict(arg.meta)
+            env[old] = graph.node_copy(old, env.__getitem__)
+    graph.output(env[node])
+    view = View(graph)
+    return _single(view.value(env[node]), Facts(view.values))
+
+
+def _example(node: fx.Node) -> torch.Tensor | None:
+    example = node.meta.get("example_value")
+    return example if isinstance(example, torch.Tensor) else None
+
+
+def _memory(node: fx.Node) -> int:
+    return _example(node).untyped_storage()._cdata
+
+
+def _is_number(node: fx.Node) -> bool:
+    example = _example(node)
+    plain = node.op in ("call_function", "call_method") and type(example) is FakeTensor
+    return plain and not example.dtype.is_floating_point and not example.dtype.is_complex
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """The nodes that `node` is computed from, as far as these are integers and booleans."""
+    found, pending = set(), [node]
+    while pending:
+        node = pending.pop()
+        if node not in found and _is_number(node) and all(_example(a) is not None for a in node.all_input_nodes):
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _single(value: Value | None, facts: Facts) -> bool:
+    """Zeros, and at most one 1 in each row of the last dimension."""
+    if not isinstance(value, Value) or isinstance(value.op, str):
+        return False
+    args, shape = value.args, value.meta.shape
+    if value.op is aten.eq.Tensor:
+        ids, experts = args
+        counted = isinstance(facts.of(experts), Iota) and len(experts.meta.shape) == 1
+        return counted and same(ids.meta.shape[-1], 1) and same(experts.meta.shape[0], shape[-1])
+    if value.op in (aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default):
+        return any(
+            _single(a, facts)
+            and _binary(b, facts)
+            and len(a.meta.shape) == len(shape)
+            and same(a.meta.shape[-1], shape[-1])
+            for a, b in (args, args[::-1])
+        )
+    if value.op in _SHAPES:
+        return same(shape[-1], args[0].meta.shape[-1]) and _single(args[0], facts)
+    return value.op in _COPIES and _single(args[0], facts)
+
+
+def _binary(value: Value, facts: Facts) -> bool:
+    """Zeros and ones."""
+    if not isinstance(value, Value):
+        return False
+    if value.meta.dtype == torch.bool:
+        return True
+    if value.op is aten.mul.Tensor:
+        return all(_binary(a, facts) for a in value.args)
+    return (value.op in (*_COPIES, *_SHAPES) and _binary(value.args[0], facts)) or _single(value, facts)
+
+
+_COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
+_SHAPES = (aten.view.default, aten._unsafe_view.default)
