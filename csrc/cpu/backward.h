@@ -38,8 +38,8 @@ void dact_tile(const Block& block, Scratch& scratch, const Tile& tile, const Til
   const int64_t rows = tile.r1 - tile.r0, n = tile.c1 - tile.c0, width = h_columns(block);
   const Strided<Element> down = transposed_columns_of<Element>(block.down[tile.expert], tile.c0);
   const Strided<Element> ahead = transposed_columns_of<Element>(block.down[next.expert], next.c0);
-  multiply_weights<Isa, Element>(scratch, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down, &ahead, n,
-                                 false);
+  multiply_weights<Isa, Element>(scratch, scratch.product, rows_of_dy<Element>(block), tile.r0, rows, block.H, 1, &down,
+                                 &ahead, n, false);
 
   const int64_t per_block = kActivationBlock / n;
   for (int64_t r0 = 0; r0 < rows; r0 += per_block) {
@@ -87,7 +87,8 @@ void dinput_tile(const Block& block, Scratch& scratch, const Tile& tile) {
       const int64_t start = half == 1 && block.gated ? block.I : 0;
       const Rows<Element> dh{elements<Element>(block.dh) + start, h_columns(block)};
       const Strided<Element> weight = transposed_columns_of<Element>(half == 0 ? block.gate[e] : block.up[e], tile.c0);
-      multiply_weights<Isa, Element>(scratch, dh, lo, hi - lo, block.I, 1, &weight, nullptr, n, start > 0, kSteps / 2);
+      multiply_weights<Isa, Element>(scratch, scratch.product, dh, lo, hi - lo, block.I, 1, &weight, nullptr, n,
+                                     start > 0, kSteps / 2);
     }
     for (int64_t r = lo; r < hi; r++) {
       const float* product = scratch.product + (r - lo) * kLead;

@@ -113,9 +113,9 @@ constexpr bool is_transposed(const Matrix& m) { return m.column != 1 && m.row ==
 // A lane is what one step along the contracted dimension takes: a pair of bfloat16, or one float.
 using Lane = uint32_t;
 
-// Tile sizes. An output element is one sum along the contracted dimension, in ascending order and in blocks of kSteps,
-// for any number of rows; so only kSteps (half of it for dx) and kColumns (which cuts `partial`) have a say in the bits
-// of a result.
+// Tile sizes. An output element is summed along the contracted dimension in the same way for any number of rows: where
+// weights are packed, in ascending order and in blocks of kSteps (half of it for dx), else in lanes and in blocks of
+// Isa::kStreamedSteps. Only these and kColumns (which cuts `partial`) have a say in the bits of a result.
 constexpr int64_t kColumns = 64;               // columns of a tile: four AVX-512 vectors
 constexpr int64_t kGroups = 8;                 // such tiles side by side in one product, at most
 constexpr int64_t kSteps = 512;                // lanes of the contracted dimension that are packed at a time
@@ -123,7 +123,7 @@ constexpr int64_t kRowsPacked = 48;            // rows of the left operand packe
 constexpr int64_t kRows = 10 * kRowsPacked;    // rows of a tile, at most
 constexpr int64_t kTokens = 4096;              // tokens whose 64 columns of output are summed at a time, at most
 constexpr int64_t kLead = kGroups * kColumns;  // row length of a product
-constexpr int64_t kRight = kSteps * 4 * kColumns;  // lanes of the right operand that are packed at a time
+constexpr int64_t kRight = kSteps * (4 * kColumns + 4);  // lanes of the right operand that are packed at a time
 constexpr int64_t kLeadLanes = kSteps + 16;  // row length of the left operand; the pad spreads rows over cache sets
 constexpr int64_t kActivationBlock = 4 * kColumns;
 
@@ -132,9 +132,6 @@ constexpr int64_t rows_per_tile(int64_t rows, int64_t most = kRows) {
   const int64_t parts = (rows + most - 1) / most, unit = most < kRowsPacked ? 16 : kRowsPacked;
   return parts <= 1 ? rows : std::min(most, (rows + parts * unit - 1) / (parts * unit) * unit);
 }
-
-// How many rows of inputs with so many lanes fit into `right` where weights are streamed.
-constexpr int64_t rows_streamed(int64_t steps) { return kRight / steps / 16 * 16; }
 
 // Which inputs lie packed in a thread's buffer; none without `base`.
 struct Inputs {
@@ -167,7 +164,9 @@ struct alignas(64) Scratch {
 struct Kernels {
   void (*enter)();  // called by each thread before its first tile
   void (*leave)();
-  bool streams;  // weights that lie contiguous along their inputs are not packed, but all of a tile's inputs are
+  // Weights that lie contiguous along their k inputs are not packed, but all of a tile's inputs are: for how many rows
+  // there is room.
+  int64_t (*streamed_rows)(int64_t k);
   // The last tile of `up` and `dact` is the one likely to come next.
   void (*up)(const Block&, Scratch&, const Tile&, const Tile&);    // rows of x -> h, a
   void (*down)(const Block&, Scratch&, const Tile&);               // rows of a -> tokens of y

@@ -70,8 +70,8 @@ void up_tile(const Block& block, Scratch& scratch, const Tile& tile, const Tile&
     return std::array{columns_of<Element>(first[t.expert], t.c0), columns_of<Element>(block.up[t.expert], t.c0)};
   };
   const auto weights = weights_of(tile), ahead = weights_of(next);
-  multiply_weights<Isa, Element>(scratch, rows_of_x<Element>(block), tile.r0, rows, block.H, block.gated ? 2 : 1,
-                                 weights.data(), ahead.data(), n, false);
+  multiply_weights<Isa, Element>(scratch, scratch.product, rows_of_x<Element>(block), tile.r0, rows, block.H,
+                                 block.gated ? 2 : 1, weights.data(), ahead.data(), n, false);
 
   float bias[kGroups][kColumns];
   if (block.gated) load_bias<Element>(block.gate_bias, tile.expert, tile.c0, n, bias[0]);
@@ -154,7 +154,7 @@ void down_tile(const Block& block, Scratch& scratch, const Tile& tile) {
   for_rows_of_tokens(block, tile.r0, tile.r1, [&](int64_t e, int64_t lo, int64_t hi) {
     const Strided<Element> weight = columns_of<Element>(block.down[e], tile.c0);
     const Strided<Element> next = columns_of<Element>(block.down[expert_after(block, e)], tile.c0);
-    multiply_weights<Isa, Element>(scratch, a, lo, hi - lo, block.I, 1, &weight, &next, n, false);
+    multiply_weights<Isa, Element>(scratch, scratch.product, a, lo, hi - lo, block.I, 1, &weight, &next, n, false);
     float bias[kLead];
     load_bias<Element>(block.down_bias, e, tile.c0, n, bias);
     for (int64_t r = lo; r < hi; r++) {

@@ -11,11 +11,18 @@ struct Amx : Avx512Bf16 {
   static constexpr int64_t kStepMultiple = 16;
   static constexpr int64_t kRowMultiple = 16;
   static constexpr bool kLeftByRows = true;
-  // Few rows of bfloat16 take the tile registers like many: else a token's bits would depend on how many there are.
   template <class Element>
-  static constexpr int64_t kDirectRows = pairs<Element> ? 0 : 8;
+  static constexpr bool kInTiles = kPerLane<Element> == 2;
+  // The weights are left operands of the transposed product, for which tile registers take rows as they lie in memory.
   template <class Element>
-  static constexpr bool kStreams = pairs<Element>;
+  static constexpr int64_t kPanel = kInTiles<Element> ? 32 : Avx512Bf16::kPanel<Element>;
+  template <class Element>
+  static constexpr int64_t kStreamedSteps = kInTiles<Element> ? kRight / 16 : Avx512Bf16::kStreamedSteps<Element>;
+
+  template <class Element>
+  static constexpr int64_t lanes_streamed(int64_t steps) {
+    return kInTiles<Element> ? steps : Avx512Bf16::lanes_streamed<Element>(steps);
+  }
 
   static void enter() { tiles_configure(); }
   static void leave() {
@@ -119,6 +126,8 @@ struct Amx : Avx512Bf16 {
     if constexpr (kW > 1 && kR > 1) store_transposed<3>(product + 16 * ld + 16, ld, accumulate);
   }
 
+  using Avx512Bf16::stream;
+
   // product[r][c] (+)= <row r, row c of the weight> for n <= 32 rows of a weight and `count` packed rows.
   static void stream(const Bf16* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
                      float* product, int64_t ld, bool accumulate, Ahead ahead) {
@@ -150,7 +159,7 @@ struct Amx : Avx512Bf16 {
   template <class Element>
   static void block(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t count, int64_t steps,
                     bool accumulate) {
-    if constexpr (!pairs<Element>) {
+    if constexpr (!kInTiles<Element>) {
       Avx512Bf16::block<Element>(left, right, w, product, ld, count, steps, accumulate);
       return;
     }

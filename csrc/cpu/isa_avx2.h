@@ -17,26 +17,44 @@ inline __m256 load8(const Bf16* src) {
 }
 inline __m256 load8(const F16* src) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src))); }
 
-// row[i] holds 8 columns of row i; afterwards 8 rows of column i.
-inline void transpose8(__m256 (&row)[8]) {
-  __m256 t[8], u[8];
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    row[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-    row[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
-  }
-}
-
 struct Avx2 : Scalar {
+  using Lanes = __m256;
+  using Sums = __m256;
+  static constexpr int kLanes = 8;
+
+  static Lanes packed_lanes(const Lane* src) { return _mm256_loadu_ps(reinterpret_cast<const float*>(src)); }
+  static Sums no_sums() { return _mm256_setzero_ps(); }
+
+  template <class Element>
+  static Lanes lanes(const Element* src) {
+    return load8(src);
+  }
+
+  // From the first n < 8 numbers; zeros after them.
+  template <class Element>
+  static Lanes lanes(const Element* src, int64_t n) {
+    Element whole[8] = {};
+    std::memcpy(whole, src, n * sizeof(Element));
+    return load8(whole);
+  }
+
+  template <class Element>
+  static Sums multiply_add(Lanes left, Lanes right, Sums sum) {
+    return _mm256_fmadd_ps(left, right, sum);
+  }
+
+  // The sums of each one's lanes.
+  static __m128 add_across(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 sum = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+  }
+
+  template <class Element>
+  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
+                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
+    stream_dots<Avx2>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
+  }
+
   template <int kRowCount>
   static void rows(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t steps,
                    bool accumulate) {
@@ -88,25 +106,6 @@ struct Avx2 : Scalar {
         }
       }
     }
-  }
-
-  template <class Element>
-  static void transpose(Lane* dst, int64_t w, const Element* src, int64_t stride, int64_t n, int64_t k, int64_t steps) {
-    int64_t c = 0;
-    for (; c + 8 <= n; c += 8) {
-      const Element* from = src + c * stride;
-      int64_t s = 0;
-      for (; s + 8 <= k; s += 8) {
-        __m256 row[8];
-        for (int i = 0; i < 8; i++) row[i] = load8(from + i * stride + s);
-        transpose8(row);
-        for (int i = 0; i < 8; i++) _mm256_storeu_ps(reinterpret_cast<float*>(dst + (s + i) * w + c), row[i]);
-      }
-      for (; s < steps; s++)
-        for (int i = 0; i < 8; i++) dst[s * w + c + i] = s < k ? bits_of(widen(from[i * stride + s])) : 0;
-    }
-    for (int64_t s = 0; s < steps; s++)
-      for (int64_t i = c; i < w; i++) dst[s * w + i] = i < n && s < k ? bits_of(widen(src[i * stride + s])) : 0;
   }
 };
 

@@ -37,9 +37,6 @@ inline void transpose16(__m512i (&row)[16]) {
 template <bool kPairsOfBf16>
 struct Avx512Base : Avx2 {
   template <class Element>
-  static constexpr bool pairs = false;
-
-  template <class Element>
   static constexpr int64_t kPerLane = kPairsOfBf16 && std::is_same_v<Element, Bf16> ? 2 : 1;
 
   // 16 lanes from the elements at src.
@@ -176,112 +173,37 @@ struct Avx512Base : Avx2 {
     }
   }
 
-  // 16 columns and up to 16 steps from k0 on, transposed in registers.
-  template <class Element>
-  static void load_transposed(__m512i (&row)[16], const Element* src, int64_t stride, int64_t n, int64_t k) {
-    if (n >= 16 && k >= 16 * kPerLane<Element>) {
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) row[i] = lanes(src + i * stride);
-    } else {
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) row[i] = i < n ? lanes(src + i * stride, k) : _mm512_setzero_si512();
-    }
-    transpose16(row);
+  using Lanes = __m512i;
+  using Sums = __m512;
+  static constexpr int kLanes = 16;
+  static constexpr int kRowsAtOnce = 4;
+  static constexpr int kFewRows = 2;
+
+  static Lanes packed_lanes(const Lane* src) { return _mm512_loadu_si512(src); }
+  static Sums no_sums() { return _mm512_setzero_ps(); }
+
+  // The sums of each one's lanes.
+  static __m128 add_across(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const auto halves = [](__m512 v, __m512 w) {
+      return _mm512_add_ps(_mm512_unpacklo_ps(v, w), _mm512_unpackhi_ps(v, w));
+    };
+    const __m512d v = _mm512_castps_pd(halves(a, b)), w = _mm512_castps_pd(halves(c, d));
+    const __m512 sum =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(v, w)), _mm512_castpd_ps(_mm512_unpackhi_pd(v, w)));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 
   template <class Element>
-  static void transpose(Lane* dst, int64_t w, const Element* src, int64_t stride, int64_t n, int64_t k, int64_t steps) {
-    for (int64_t c = 0; c < w; c += 16) {
-      const Element* from = src + c * stride;
-      for (int64_t s = 0; s < steps; s += 16, from += 16 * kPerLane<Element>) {
-        // Sixteen short streams are too much for the hardware's prefetcher: ask for the next sixteen rows here.
-#pragma GCC unroll 16
-        for (int i = 16; i < 32; i++) _mm_prefetch(reinterpret_cast<const char*>(from + i * stride), _MM_HINT_T1);
-        __m512i row[16];
-        load_transposed(row, from, stride, n - c, k - s * kPerLane<Element>);
-        Lane* to = dst + s * w + c;
-        if (steps - s >= 16) {
-#pragma GCC unroll 16
-          for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * w, row[i]);
-        } else {
-          for (int i = 0; i < steps - s; i++) _mm512_storeu_si512(to + i * w, row[i]);
-        }
-      }
-    }
-  }
-
-  template <class Element>
-  static constexpr int64_t kDirectRows = 8;
-
-  // product = left x weight for few rows, straight from the weight: each number of it is used too few times to be worth
-  // packing. The sums are those of `block`.
-  template <class Element>
-  static void direct(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product, int64_t ld,
-                     int64_t rows, int64_t most_steps) {
-    switch (rows) {
-      case 1:
-        return direct_rows<Element, 1>(left, src, stride, n, k, product, ld, most_steps);
-      case 2:
-        return direct_rows<Element, 2>(left, src, stride, n, k, product, ld, most_steps);
-      case 3:
-        return direct_rows<Element, 3>(left, src, stride, n, k, product, ld, most_steps);
-      case 4:
-        return direct_rows<Element, 4>(left, src, stride, n, k, product, ld, most_steps);
-      case 5:
-        return direct_rows<Element, 5>(left, src, stride, n, k, product, ld, most_steps);
-      case 6:
-        return direct_rows<Element, 6>(left, src, stride, n, k, product, ld, most_steps);
-      case 7:
-        return direct_rows<Element, 7>(left, src, stride, n, k, product, ld, most_steps);
-      default:
-        return direct_rows<Element, 8>(left, src, stride, n, k, product, ld, most_steps);
-    }
-  }
-
-  template <class Element, int kRowCount>
-  static void direct_rows(Left left, const Element* src, int64_t stride, int64_t n, int64_t k, float* product,
-                          int64_t ld, int64_t most_steps) {
-    const int64_t steps = (k + kPerLane<Element> - 1) / kPerLane<Element>;
-    for (int64_t c = 0; c < n; c += 16) {
-      const Element* from = src + c * stride;
-      const Lane* l = left.data;
-      for (int64_t block = 0; block < steps; block += most_steps) {
-        const int64_t end = steps - block < most_steps ? steps : block + most_steps;
-        __m512 sum[kRowCount];
-        for (auto& v : sum) v = _mm512_setzero_ps();
-        for (int64_t s = block; s < end; s += 16, l += 16, from += 16 * kPerLane<Element>) {
-#pragma GCC unroll 16
-          for (int i = 16; i < 32; i++) _mm_prefetch(reinterpret_cast<const char*>(from + i * stride), _MM_HINT_T1);
-          __m512i row[16];
-          load_transposed(row, from, stride, n - c, k - s * kPerLane<Element>);
-          const auto step = [&](int i) {
-#pragma GCC unroll 8
-            for (int r = 0; r < kRowCount; r++)
-              sum[r] = multiply_add<Element>(_mm512_set1_epi32(l[r * left.row + i]), row[i], sum[r]);
-          };
-          if (end - s >= 16) {
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) step(i);
-          } else {
-            for (int i = 0; i < end - s; i++) step(i);
-          }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < kRowCount; r++) {
-          float* out = product + r * ld + c;
-          _mm512_storeu_ps(out, block ? _mm512_add_ps(_mm512_loadu_ps(out), sum[r]) : sum[r]);
-        }
-      }
-    }
+  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
+                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
+    stream_dots<Avx512Base>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
   }
 };
 
 using Avx512 = Avx512Base<false>;
 
 struct Avx512Bf16 : Avx512Base<true> {
-  template <class Element>
-  static constexpr bool pairs = std::is_same_v<Element, Bf16>;
-
   // to[i] = first[i] | second[i] << 16 for i < n.
   static void interleave(Lane* to, const Bf16* first, const Bf16* second, int64_t n) {
     // Unpacking works within quarters of a register: afterwards eight bytes of the one and the other take turns.

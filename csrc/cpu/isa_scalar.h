@@ -4,36 +4,17 @@
 //   kStepMultiple  the number of packed steps is a multiple of this (zero padded)
 //   kRowMultiple   the left operand's rows are a multiple of this (zero padded); the product has as many rows
 //   kLeftByRows    the left operand must have consecutive steps of a row beside each other
-//   pairs<E>       whether a lane is a pair of E (else one float)
+//   kPerLane<E>    2 where a lane is a pair of E, else 1 (a float)
 //   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
-//   kDirectRows<E> up to so many rows, a weight with unit stride along the steps is not packed: direct<E>
-//   kStreams<E>    such a weight is never packed, but the left operand of the transposed product: stream<E>
+//   stream<E>      product (+)= packed rows x kPanel<E> columns of a weight that lies contiguous along the steps, which
+//                  is never packed: kStreamedSteps<E> steps at a time, rows of lanes_streamed<E> lanes
 //   write<E>       n floats as elements to memory that is not read again soon
-//   transpose<E>   packs n <= w rows of k elements into lanes [step][w]; unset columns and steps become zero
 #pragma once
 
-#include "convert.h"
+#include "stream.h"
 
 namespace mok {
 namespace {
-
-// Memory that the next product will read: `rows` pieces of `bytes` bytes. An inner loop asks for it line by line while
-// it computes, so that packing does not wait for it. A hint: nothing depends on it, and it may be anywhere.
-struct Ahead {
-  uintptr_t row = 0;
-  int64_t stride = 0, bytes = 0, rows = 0;
-  int64_t at = 0;
-
-  MOK_INLINE void ask() {
-    if (rows == 0) return;
-    __builtin_prefetch(reinterpret_cast<const char*>(row + at), 0, 2);
-    at += 64;
-    if (at < bytes) return;
-    at = 0;
-    row += stride;
-    rows--;
-  }
-};
 
 // The packed left operand: lane of row r and step s at data[r * row + s * step]; and what to ask for meanwhile.
 struct Left {
@@ -48,11 +29,67 @@ struct Scalar {
   static constexpr int64_t kRowMultiple = 1;
   static constexpr bool kLeftByRows = false;
   template <class Element>
-  static constexpr int64_t kDirectRows = 0;
+  static constexpr int64_t kPerLane = 1;
   template <class Element>
-  static constexpr bool kStreams = false;
+  static constexpr int64_t kPanel = kDotColumns;
   template <class Element>
-  static constexpr bool pairs = false;
+  static constexpr int64_t kStreamedSteps = 2 * kSteps;
+
+  // What `dots` is made of: four lanes, which every processor's vectors have room for.
+  using Lanes = Quad;
+  using Sums = Quad;
+  static constexpr int kLanes = 4;
+  static constexpr int kRowsAtOnce = 3;  // by four columns: as many sums as there are registers for
+  static constexpr int kFewRows = 1;     // by eight
+
+  // The pad spreads rows over the sets of the cache.
+  template <class Element>
+  static constexpr int64_t lanes_streamed(int64_t steps) {
+    return steps + 16;
+  }
+
+  static Lanes packed_lanes(const Lane* src) {
+    Quad lanes;
+    std::memcpy(&lanes, src, sizeof(lanes));
+    return lanes;
+  }
+
+  static Sums no_sums() { return Quad{}; }
+
+  template <class Element>
+  static Lanes lanes(const Element* src) {
+    return Quad{widen(src[0]), widen(src[1]), widen(src[2]), widen(src[3])};
+  }
+
+  static Lanes lanes(const Bf16* src) {
+    uint16_t bits __attribute__((vector_size(8)));
+    std::memcpy(&bits, src, sizeof(bits));
+    using Words = uint32_t __attribute__((vector_size(16)));
+    return reinterpret_cast<Quad>(__builtin_convertvector(bits, Words) << 16);
+  }
+
+  // From the first n < 4 numbers; zeros after them.
+  template <class Element>
+  static Lanes lanes(const Element* src, int64_t n) {
+    return Quad{widen(src[0]), n > 1 ? widen(src[1]) : 0, n > 2 ? widen(src[2]) : 0, 0};
+  }
+
+  template <class Element>
+  static Sums multiply_add(Lanes left, Lanes right, Sums sum) {
+    return sum + left * right;
+  }
+
+  // The sums of each one's lanes.
+  static Quad add_across(Quad a, Quad b, Quad c, Quad d) {
+    const auto sum = [](Quad v) { return (v[0] + v[2]) + (v[1] + v[3]); };
+    return Quad{sum(a), sum(b), sum(c), sum(d)};
+  }
+
+  template <class Element>
+  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
+                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
+    stream_dots<Scalar>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
+  }
 
   static void enter() {}
   static void leave() {}
@@ -78,12 +115,6 @@ struct Scalar {
   template <class Element>
   static void write(const float* src, Element* dst, int64_t n) {
     narrow_row(src, dst, n);
-  }
-
-  template <class Element>
-  static void transpose(Lane* dst, int64_t w, const Element* src, int64_t stride, int64_t n, int64_t k, int64_t steps) {
-    for (int64_t s = 0; s < steps; s++)
-      for (int64_t c = 0; c < w; c++) dst[s * w + c] = c < n && s < k ? bits_of(widen(src[c * stride + s])) : 0;
   }
 };
 

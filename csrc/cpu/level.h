@@ -11,7 +11,7 @@ template <class Isa, class Element>
 Kernels kernels_of() {
   return {&Isa::enter,
           &Isa::leave,
-          Isa::template kStreams<Element>,
+          &streamed_rows<Isa, Element>,
           &up_tile<Isa, Element>,
           &down_tile<Isa, Element>,
           &dact_tile<Isa, Element>,

@@ -283,16 +283,17 @@ void forward(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Ten
     const int64_t row_bytes = (block.gated ? 2 : 1) * block.I * size_of(block.dtype), routed = operands.routed();
     std::fill_n(block.h + routed * row_bytes, (operands.slots() - routed) * row_bytes, 0);
   }
-  // Rows whose packed inputs fit: the tiles of all columns then share them.
-  const int64_t steps = std::clamp<int64_t>((block.H + 31) / 32 * 16, 16, kRight / 16);
-  const int64_t most_rows = table.streams ? std::min(rows_streamed(steps), kRows) : kRows;
+  // Of weights that are not packed, tiles of rows whose packed inputs fit: the tiles of all columns then share them.
+  const auto streamed = [&](const Matrix* matrices) { return block.E > 0 && matrices[0].column == 1; };
+  const int64_t most_rows = streamed(block.up) ? std::min(table.streamed_rows(block.H), kRows) : kRows;
   const std::vector<Tile> up_tiles = expert_tiles(operands, team.threads(), block.I, most_rows);
   team.run(table, up_tiles.size(), [&](Scratch& scratch, int64_t i) {
     table.up(block, scratch, up_tiles[i], later(up_tiles, i, team.threads()));
   });
   const int64_t least = kTilesPerThread * team.threads();
-  const std::vector<Tile> down_tiles = table.streams ? token_tiles(operands, least, block.H, kLead, 16, 4 * kColumns)
-                                                     : token_tiles(operands, least, block.H, kColumns);
+  const std::vector<Tile> down_tiles = streamed(block.down)
+                                           ? token_tiles(operands, least, block.H, kLead, 16, 4 * kColumns)
+                                           : token_tiles(operands, least, block.H, kColumns);
   team.run(table, down_tiles.size(), [&](Scratch& scratch, int64_t i) { table.down(block, scratch, down_tiles[i]); });
 }
 

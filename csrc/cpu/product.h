@@ -8,7 +8,7 @@ namespace mok {
 namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Rows of elements: row p starts at base + index[p] * stride (p * stride without index) and counts scale[p] times.
 template <class Element>
@@ -32,8 +32,8 @@ struct Strided {
 // How elements become lanes.
 template <class Isa, class Element>
 struct Packing {
-  static constexpr bool kPairs = Isa::template pairs<Element>;
-  static constexpr int64_t kPerLane = kPairs ? 2 : 1;
+  static constexpr int64_t kPerLane = Isa::template kPerLane<Element>;
+  static constexpr bool kPairs = kPerLane == 2;
 
   static constexpr int64_t kAhead = 32;                   // rows to prefetch ahead
   static constexpr int64_t kLine = 64 / sizeof(Element);  // elements of a cache line
@@ -53,22 +53,28 @@ struct Packing {
     return out;
   }
 
-  // Rows p0 .. p0 + n as rows of lanes, columns k0 .. k0 + k along the steps.
-  static Left rows(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t n, int64_t k0, int64_t k,
-                   int64_t lead = kLeadLanes) {
-    const int64_t count = steps(k);
-    Lane* dst = scratch.left;
+  // Rows p0 .. p0 + n, columns k0 .. k0 + k, as rows of `count` lanes that lie `lead` lanes apart.
+  static void rows_to(Lane* dst, Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t n, int64_t k0,
+                      int64_t k, int64_t count, int64_t lead) {
+    const int64_t set = kPairs ? k * sizeof(Element) : k * sizeof(Lane);
     for (int64_t r = 0; r < n; r++, dst += lead) {
       const Element* src = scaled(scratch, 0, rows, p0 + r, k0, k);
       if constexpr (kPairs) {
-        std::memcpy(dst, src, k * sizeof(Element));
-        std::memset(reinterpret_cast<char*>(dst) + k * sizeof(Element), 0, count * sizeof(Lane) - k * sizeof(Element));
+        std::memcpy(dst, src, set);
       } else {
         widen_row(src, reinterpret_cast<float*>(dst), k);
       }
+      std::memset(reinterpret_cast<char*>(dst) + set, 0, count * sizeof(Lane) - set);
     }
-    for (int64_t r = n; r < round_up(n, Isa::kRowMultiple); r++, dst += lead) std::memset(dst, 0, count * sizeof(Lane));
-    return {scratch.left, lead, 1};
+  }
+
+  // The same as a left operand.
+  static Left rows(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t n, int64_t k0, int64_t k) {
+    const int64_t count = steps(k);
+    rows_to(scratch.left, scratch, rows, p0, n, k0, k, count, kLeadLanes);
+    for (int64_t r = n; r < round_up(n, Isa::kRowMultiple); r++)
+      std::memset(scratch.left + r * kLeadLanes, 0, count * sizeof(Lane));
+    return {scratch.left, kLeadLanes, 1};
   }
 
   // Columns c0 .. c0 + n of rows p0 .. p0 + k, the rows along the steps: panels of kColumns columns.
@@ -131,58 +137,72 @@ struct Packing {
   }
 
   static void panel(Lane* dst, const Strided<Element>& from, int64_t n, int64_t k) {
-    const Element* src = from.data;
-    const int64_t w = round_up(n, 16), n_stride = from.column, k_stride = from.step;
-    if (k_stride == 1) {
-      Isa::template transpose<Element>(dst, w, src, n_stride, n, k, steps(k));
-    } else {
-      std::memset(dst, 0, steps(k) * w * sizeof(Lane));
-      for (int64_t j = 0; j < k; j++) {
-        for (int64_t i = 0; i < n; i++) {
-          const Element v = src[i * n_stride + j * k_stride];
-          Lane& lane = dst[j / kPerLane * w + i];
-          if constexpr (kPairs) {
-            lane |= uint32_t{v.bits} << (16 * (j % 2));
-          } else {
-            lane = bits_of(widen(v));
-          }
+    const int64_t w = round_up(n, 16);
+    std::memset(dst, 0, steps(k) * w * sizeof(Lane));
+    for (int64_t j = 0; j < k; j++) {
+      for (int64_t i = 0; i < n; i++) {
+        const Element v = from.data[i * from.column + j * from.step];
+        Lane& lane = dst[j / kPerLane * w + i];
+        if constexpr (kPairs) {
+          lane |= uint32_t{v.bits} << (16 * (j % 2));
+        } else {
+          lane = bits_of(widen(v));
         }
       }
     }
   }
 };
 
-// Rows p0 .. p0 + count, columns k0 .. k0 + k, as right operand of tile registers: [sixteen rows][step][row]. They stay
-// in scratch.right, for the next tile of the same rows.
+// Lanes along k numbers, whole vectors.
+constexpr int64_t streamed_steps(int64_t k, int64_t per_lane) { return round_up((k + per_lane - 1) / per_lane, 16); }
+
+// How many rows of k inputs fit into `right` where weights are streamed.
+template <class Isa, class Element>
+int64_t streamed_rows(int64_t k) {
+  const int64_t steps = streamed_steps(k, Packing<Isa, Element>::kPerLane);
+  const int64_t some = std::clamp<int64_t>(steps, 16, Isa::template kStreamedSteps<Element>);
+  return kRight / Isa::template lanes_streamed<Element>(some) / 16 * 16;
+}
+
+// Rows p0 .. p0 + count, columns k0 .. k0 + k, as Isa::stream wants them. They stay in scratch.right, for the next tile
+// of the same rows.
 template <class Isa, class Element>
 void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k0, int64_t k) {
   using Pack = Packing<Isa, Element>;
   const Inputs wanted{rows.base, rows.index, rows.scale, p0, count, k0, k};
   if (scratch.packed == wanted) return;
   scratch.packed = wanted;
-  const int64_t steps = Pack::steps(k), block = kSteps * Pack::kPerLane;
+  const int64_t steps = streamed_steps(k, Pack::kPerLane);
+  if constexpr (!Isa::kLeftByRows || !Pack::kPairs) {
+    Pack::rows_to(scratch.right, scratch, rows, p0, count, k0, k, steps, Isa::template lanes_streamed<Element>(steps));
+    return;
+  }
+  // Right operands of tile registers: [sixteen rows][step][row].
+  const int64_t block = kSteps * Pack::kPerLane;
   for (int64_t r0 = 0; r0 < count; r0 += kRowsPacked) {
     const int64_t some = smaller(count - r0, kRowsPacked);
     for (int64_t c = 0; c < k; c += block) {
       const int64_t part = smaller(k - c, block);
       const Left left = Pack::rows(scratch, rows, p0 + r0, some, k0 + c, part);
-      for (int64_t r = 0; r < some; r += 16)
-        Isa::transpose_lanes(scratch.right + ((r0 + r) * steps + c / Pack::kPerLane * 16), 16, left.data + r * left.row,
-                             left.row, Pack::steps(part), 16);
+      if constexpr (Isa::kLeftByRows)
+        for (int64_t r = 0; r < some; r += 16)
+          Isa::transpose_lanes(scratch.right + ((r0 + r) * steps + c / Pack::kPerLane * 16), 16,
+                               left.data + r * left.row, left.row, Pack::steps(part), 16);
     }
   }
 }
 
-// multiply_weights for weights that lie contiguous along the steps: left operands of the transposed product, they go
-// from memory into tile registers as they are, each number once for 32 rows. While one panel of 32 columns is
-// multiplied, the next one is asked for.
+// The columns of weights that lie contiguous along the steps: they are read as they are, each number once for all
+// rows that are packed. While one panel of columns is multiplied, the next one is asked for.
 template <class Isa, class Element>
-void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k, int64_t matrices,
-                    const Strided<Element>* weights, const Strided<Element>* next, int64_t n, bool accumulate) {
+void stream_weights(Scratch& scratch, float* product, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
+                    int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
+                    bool accumulate) {
   using Pack = Packing<Isa, Element>;
-  constexpr int64_t kPanel = 32, kBlock = kRight / 16 * Pack::kPerLane;
+  constexpr int64_t kPanel = Isa::template kPanel<Element>,
+                    kBlock = Isa::template kStreamedSteps<Element> * Pack::kPerLane;
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    const int64_t part = smaller(k - k0, kBlock), room = rows_streamed(Pack::steps(part));
+    const int64_t part = smaller(k - k0, kBlock), room = streamed_rows<Isa, Element>(k);
     for (int64_t r0 = 0; r0 < count; r0 += room) {
       const int64_t some = smaller(count - r0, room);
       pack_inputs<Isa>(scratch, rows, p0 + r0, some, k0, part);
@@ -194,7 +214,7 @@ void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int
           if (after) ahead = Pack::reads(*after, kPanel, k0, part);
           if (after == &weights[i]) ahead.row += (c + kPanel) * weights[i].column * sizeof(Element);
           Isa::stream(weight, weights[i].column, smaller(n - c, kPanel), part, scratch.right, some,
-                      scratch.product + r0 * kLead + i * kColumns + c, kLead, accumulate || k0 > 0, ahead);
+                      product + r0 * kLead + i * kColumns + c, kLead, accumulate || k0 > 0, ahead);
         }
       }
     }
@@ -205,12 +225,12 @@ void stream_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int
 // are there. pack_left(r0, rows, k0, k) returns the left operand, pack_right(dst, k0, k) writes the right one: the
 // panels one after the other, each [step][its width]. ahead(i) is what to ask for while panel i is multiplied.
 template <class Isa, class Element, class PackLeft, class PackRight, class AheadOf>
-void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t panels, const int64_t* n, bool accumulate,
-              int64_t most_steps, PackLeft pack_left, PackRight pack_right, AheadOf ahead) {
+void multiply(Scratch& scratch, float* product, int64_t rows, int64_t k, int64_t panels, const int64_t* n,
+              bool accumulate, int64_t most_steps, PackLeft pack_left, PackRight pack_right, AheadOf ahead) {
   using Pack = Packing<Isa, Element>;
   const int64_t block = most_steps * Pack::kPerLane;
   scratch.packed = {};
-  if (k == 0 && !accumulate) std::memset(scratch.product, 0, rows * kLead * sizeof(float));
+  if (k == 0 && !accumulate) std::memset(product, 0, rows * kLead * sizeof(float));
   for (int64_t k0 = 0; k0 < k; k0 += block) {
     const int64_t part = smaller(k - k0, block), steps = Pack::steps(part);
     pack_right(scratch.right, k0, part);
@@ -220,35 +240,27 @@ void multiply(Scratch& scratch, int64_t rows, int64_t k, int64_t panels, const i
       for (int64_t i = 0; i < panels; i++) {
         left.ahead = ahead(i);
         Isa::template block<Element>(left, scratch.right + i * kColumns * steps, round_up(n[i], 16),
-                                     scratch.product + r0 * kLead + i * kColumns, kLead, count, steps,
-                                     accumulate || k0 > 0);
+                                     product + r0 * kLead + i * kColumns, kLead, count, steps, accumulate || k0 > 0);
       }
     }
   }
 }
 
-// The same with weights on the right: n columns of one, or n <= kColumns of each of two, where n * most_steps <=
-// kRight. `next`, if any, are the weights of the product after this one.
+// product [rows][kLead] (+)= rows x weights: n columns of one, or n <= kColumns of each of two, kColumns apart, where
+// n * most_steps <= kRight. `next`, if any, are the weights of the product after this one.
 template <class Isa, class Element>
-void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
+void multiply_weights(Scratch& scratch, float* product, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k,
                       int64_t matrices, const Strided<Element>* weights, const Strided<Element>* next, int64_t n,
                       bool accumulate, int64_t most_steps = kSteps) {
   using Pack = Packing<Isa, Element>;
-  const bool along = k > 0 && weights[0].step == 1 && weights[matrices - 1].step == 1;
-  if constexpr (Isa::template kStreams<Element>) {
-    if (along) return stream_weights<Isa>(scratch, rows, p0, count, k, matrices, weights, next, n, accumulate);
+  const bool along = k > 0 && weights[0].step == 1;
+  if (matrices == 2 && along != (k > 0 && weights[1].step == 1)) {
+    for (int64_t i = 0; i < matrices; i++)
+      multiply_weights<Isa, Element>(scratch, product + i * kColumns, rows, p0, count, k, 1, weights + i,
+                                     next ? next + i : nullptr, n, accumulate, most_steps);
+    return;
   }
-  if constexpr (Isa::template kDirectRows<Element> > 0) {
-    const int64_t lead = Pack::steps(k) + 16;
-    const bool fits = count <= Isa::template kDirectRows<Element> && count * lead <= kRowsPacked * kLeadLanes;
-    if (fits && along && !accumulate) {
-      const Left left = Pack::rows(scratch, rows, p0, count, 0, k, lead);
-      for (int64_t i = 0; i < matrices; i++)
-        Isa::template direct<Element>(left, weights[i].data, weights[i].column, n, k, scratch.product + i * kColumns,
-                                      kLead, count, most_steps);
-      return;
-    }
-  }
+  if (along) return stream_weights<Isa>(scratch, product, rows, p0, count, k, matrices, weights, next, n, accumulate);
   int64_t widths[kGroups] = {n, n}, panels = matrices;
   if (matrices == 1) {
     panels = 0;
@@ -257,7 +269,7 @@ void multiply_weights(Scratch& scratch, const Rows<Element>& rows, int64_t p0, i
   const int64_t block = most_steps * Pack::kPerLane;
   Ahead ahead[2];
   multiply<Isa, Element>(
-      scratch, count, k, panels, widths, accumulate, most_steps,
+      scratch, product, count, k, panels, widths, accumulate, most_steps,
       [&](int64_t r0, int64_t part, int64_t k0, int64_t kc) {
         return Pack::rows(scratch, rows, p0 + r0, part, k0, kc);
       },

@@ -166,7 +166,11 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def errors(found: torch.Tensor, exact: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Relative errors, in the norm, of the whole and of each row and column; infinite where exact zeros are missed."""
+    """Relative errors, in the norm, of the whole and of each row and column; infinite where exact zeros are missed.
+
+    A row or column of less than a hundredth of the mean norm counts as one of a hundredth: where an expert has one
+    token, a whole column is one activation times dy, and that may happen to be next to nothing.
+    """
     if exact.numel() == 0:
         return {}
     views = {"all": (found.double().reshape(1, -1), exact.reshape(1, -1))}
@@ -176,7 +180,8 @@ def errors(found: torch.Tensor, exact: torch.Tensor) -> dict[str, torch.Tensor]:
     relative = {}
     for name, (f, x) in views.items():
         error, norm = (f - x).norm(dim=-1), x.norm(dim=-1)
-        relative[name] = torch.where(norm == 0, torch.where(error == 0, 0.0, torch.inf), error / norm.clamp_min(1e-300))
+        least = norm[norm > 0].mean().nan_to_num(1.0) / 100
+        relative[name] = torch.where(norm == 0, torch.where(error == 0, 0.0, torch.inf), error / norm.clamp_min(least))
     return relative
 
 
