@@ -2,7 +2,9 @@
 
     python benchmarks/coverage.py --write                               with the transformers that is installed
     python benchmarks/coverage.py --write --transformers 4.57.6 5.17.0  with these, installed into build/
+    python benchmarks/coverage.py mixtral --transformers 4.57.6         one family, only shown
     python benchmarks/coverage.py --write mixtral olmoe                 some families, the others as they were
+    PYTHONPATH=folder python benchmarks/coverage.py --write             with the transformers in that folder
     python benchmarks/coverage.py --render                              the tables from the stored results alone
 
 Results: coverage.json in benchmarks/results, by release; coverage.md beside it; README.md between its marks.
@@ -26,7 +28,14 @@ BEGIN, END = "<!-- coverage: begin (benchmarks/coverage.py --write) -->", "<!-- 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("families", nargs="*", help="default: all that this transformers has")
-    parser.add_argument("--transformers", nargs="+", default=[], metavar="RELEASE", help="releases to install and use")
+    parser.add_argument(
+        "--transformers",
+        nargs="+",
+        type=release_of,
+        default=[],
+        metavar="RELEASE",
+        help="releases to install and use; families come before them",
+    )
     parser.add_argument("--write", action="store_true", help="keep the results and rewrite the tables")
     parser.add_argument("--render", action="store_true", help="rewrite the tables, measure nothing")
     given = parser.parse_args()
@@ -49,10 +58,17 @@ def main() -> int:
     return 0
 
 
+def release_of(text: str) -> str:
+    """`text` if it can be a release of transformers, not a family. ArgumentTypeError otherwise."""
+    if not re.fullmatch(r"\d+(\.\d+)+\w*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no release, such as 5.17.0; families come before releases")
+    return text
+
+
 def environment(release: str) -> dict[str, str]:
     """Where that release of transformers comes first; it is installed with all it needs."""
     folder = ROOT / "build" / f"transformers-{release}"
-    if not folder.exists():
+    if not (folder / "transformers").exists():
         install = [
             sys.executable,
             "-m",

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_every_option_reason_and_engine_is_listed():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_families_are_not_taken_for_releases(coverage, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--transformers", "5.17.0", "mixtral"])
+    with pytest.raises(SystemExit):
+        coverage.main()
+    assert "'mixtral' is no release" in capsys.readouterr().err
 
 
 def test_coverage_tables_are_those_of_the_results(coverage):
