@@ -259,3 +259,32 @@ def test_gathered(k):
 def test_gathered_biases():
     args = problem(GptOss(dtype=torch.bfloat16), "up", "down", "up_bias", "down_bias")
     check(lambda x, ids, w, a, b, c, d: gathered_gpt_oss(x, ids, w, a, b, c, d), args, gathered_gpt_oss)
+
+
+def llama4(x, router, up, down, shared, dtype):
+    """Llama 4: every expert on tokens times their scores, added onto what a shared expert makes of them."""
+    logits = torch._C._nn.linear(x, router, None)
+    best = torch.topk(logits, K, dim=1)
+    scores = torch.full_like(logits, float("-inf")).scatter_(1, best[1], best[0])
+    scores = torch.nn.functional.sigmoid(scores.float()).to(dtype)
+    rows = x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)
+    gate, value = torch.bmm(rows.view(EXPERTS, -1, HIDDEN), up).chunk(2, dim=-1)
+    rows = torch.bmm(value * torch.nn.functional.silu(gate), down).view(-1, HIDDEN)
+    out = torch._C._nn.linear(x, shared, None)
+    out.add_(rows.reshape(EXPERTS, -1, HIDDEN).sum(dim=0))
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_llama4(dtype, tolerance, training, dynamic):
+    torch.manual_seed(0)
+    inner = HIDDEN // 2
+    shapes = (TOKENS, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, HIDDEN, 2 * inner), (EXPERTS, inner, HIDDEN)
+    args = [(torch.randn(shape) * 0.5).to(dtype).requires_grad_(training) for shape in (*shapes, (HIDDEN, HIDDEN))]
+
+    def block(x, router, up, down, shared):
+        return llama4(x, router, up, down, shared, dtype)
+
+    check(block, args, block, dynamic=dynamic, tolerance=tolerance)
