@@ -273,6 +273,8 @@ class _Search:
     def _normalised(self, a: Value, total: Value) -> Step | None:
         """a / sum(a), with or without something that keeps the sum away from zero."""
         how: tuple = ()
+        if total.detached:
+            return None
         if total.op in (aten.add.Tensor, aten.add.Scalar) and len(total.args) == 2 and not total.kwargs:
             total, eps = total.args
             how = ("add", _number(eps))

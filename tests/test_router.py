@@ -515,6 +515,17 @@ class DetachedSum(Wrong):
         return weights / weights.sum(-1, keepdim=True).detach()
 
 
+class DetachedEps(Wrong):
+    """The sum has a gradient, what keeps it away from zero hands none on."""
+
+    def weigh(self, scores, ids):
+        weights = scores.gather(1, ids)
+        total = weights.sum(-1, keepdim=True)
+        with torch.no_grad():
+            total = total + 1e-9
+        return weights / total
+
+
 class DetachedWeights(Wrong):
     def weigh(self, scores, ids):
         return super().weigh(scores, ids).detach()
@@ -657,6 +668,7 @@ class MaskInverted(Groups):
         (SumOfColumn, "no step"),
         (SquaredSum, "no step"),
         (DetachedSum, "no step"),
+        (DetachedEps, "no step"),
         (DetachedWeights, "cut"),
         (DetachedScores, ""),
         (WithoutGrad, "cut"),
