@@ -52,7 +52,7 @@ def binding_of(module: nn.Module) -> Binding | None:
     ``use_experts_implementation``. None for any other module, and for experts that the op cannot express."""
     from mok_compile.passes.gate import gate_of
 
-    if not all(hasattr(module, name) for name in _SETTINGS) or module.has_post_expert_norm:
+    if not all(hasattr(module, name) for name in _SETTINGS) or getattr(module, "has_post_expert_norm", False):
         return None
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, name, None), getattr(module, "down_proj", None)
@@ -68,7 +68,8 @@ def binding_of(module: nn.Module) -> Binding | None:
     return Binding(str(activation), layout, (name,), "down_proj", bias, down_bias, module.is_transposed)
 
 
-_SETTINGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
+# has_post_expert_norm came later than these (transformers 5.17 lacks it).
+_SETTINGS = ("has_gate", "has_bias", "is_transposed")
 
 
 def find_experts(model: nn.Module) -> dict[str, Binding]:

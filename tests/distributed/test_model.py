@@ -88,3 +88,16 @@ def test_the_expert_parallelism_of_hugging_face(group_of, implementation, compil
 
 def test_hsdp(group_of):
     group_of(4).run(ep_model.with_hsdp)
+
+
+def test_experts_of_an_older_release():
+    """transformers 5.17 does not say whether there is a norm behind the experts: there is none."""
+    import hf
+
+    from mok_compile.distributed import find_experts
+
+    model, _ = hf.make("mixtral", num_hidden_layers=1)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    experts.__dict__.pop("has_post_expert_norm", None)
+    (binding,) = find_experts(model).values()
+    assert binding.down == "down_proj" and binding.up == ("gate_up_proj",)
