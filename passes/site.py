@@ -153,24 +153,29 @@ def analyse(graph: fx.Graph) -> Analysis:
     rest = [anchor for anchor in anchors if anchor not in fused]
     misses = []
     for miss in _misses(rest, broken, view, facts):
-        opened = list(_open_blocks(miss, view, facts))
+        opened, left = _open_blocks(miss, view, facts)
         blocks += opened
-        rest = tuple(anchor for anchor in miss.anchors if not any(anchor in block.anchors for block in opened))
-        misses += [replace(miss, anchors=rest)] if rest else []
+        misses += [left] if left.anchors else []
     return Analysis(view, sorted(blocks, key=lambda block: view.positions[block.final]), misses, facts)
 
 
-def _open_blocks(miss: Miss, view: View, facts: Facts) -> Iterator[Block]:
-    """The experts of `miss`, where they are proven as far as their own rows."""
-    found: set[fx.Node] = set()
+def _open_blocks(miss: Miss, view: View, facts: Facts) -> tuple[list[Block], Miss]:
+    """The experts of `miss`, where they are proven as far as their own rows, and what is left of it: why not even that
+    is proven, if none are."""
+    blocks: list[Block] = []
+    fused: set[fx.Node] = set()
+    why = miss
     for outputs in outputs_of(miss.anchors, view, facts):
         try:
             block = _block(outputs.node, outputs.rows, view, facts)
-        except Break:
+        except Break as stop:
+            why = Miss(miss.anchors, stop.reason, stop.detail, outputs.node, stop.at)
             continue
-        if found.isdisjoint(block.anchors):
-            found |= set(block.anchors)
-            yield replace(block, perm=outputs.perm, open=miss)
+        if fused.isdisjoint(block.anchors):
+            fused |= set(block.anchors)
+            blocks.append(replace(block, perm=outputs.perm, open=miss))
+    left = tuple(anchor for anchor in miss.anchors if anchor not in fused)
+    return blocks, replace(miss if blocks else why, anchors=left)
 
 
 def _cut_off(graph: fx.Graph) -> list[Miss]:
