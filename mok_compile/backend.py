@@ -24,6 +24,7 @@ from mok_compile.cache import AfterPartition, salt  # noqa: E402
 from mok_compile.integrations import watch  # noqa: E402
 from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
 from mok_compile.integrations.counts import trace_again_if_for_nothing  # noqa: E402
+from mok_compile.integrations.loops import trace_again_if_wrong  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -70,6 +71,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     StrictError under ``mok.strict`` if a recognisable block is left unfused.
     """
     watched = dump.wanted(mine)
+    trace_again_if_wrong(gm, example_inputs, mine)
     before = dump.code(gm) if watched else None
     report = Report(fuse(gm, example_inputs, mine, watched))
     trace_again_if_open(gm)

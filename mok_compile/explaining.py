@@ -15,7 +15,7 @@ from mok_compile import dump
 from mok_compile.integrations import transformers, watch
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
-from mok_compile.integrations.loops import refused
+from mok_compile.integrations.loops import refused, trace_again_if_wrong
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
@@ -79,6 +79,7 @@ class Collector:
             self._lines.update(lines_of(node))
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
+        trace_again_if_wrong(twin, inputs, self.options)
         sites = fuse(twin, inputs, self.options, watched=True)
         trace_again_if_open(twin)
         trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))

@@ -20,7 +20,7 @@ from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
-from mok_compile.passes.traced import block_of, is_traced
+from mok_compile.passes.traced import VERIFIED, block_of, is_traced
 from mok_compile.passes.verify import arguments_of, verify
 from mok_compile.report import Site, Spread
 from mok_compile.router import RouterSpec
@@ -97,7 +97,7 @@ def _direct(node: fx.Node) -> Site:
     *_, spec, engine = node.args
     detail = "traced from a Python loop over the experts" if is_traced(node) else "the model calls the op itself"
     site = Site("fused", None, detail, location((node,)), ExpertsSpec.from_json(spec), engine)
-    site.node = node.name
+    site.node, site.verify_error = node.name, node.meta.get(VERIFIED)
     if ops.is_block(node.target, router=True):
         site.router = RouterSpec.from_json(node.args[10])
     if ops.is_parallel(node.target):
@@ -177,7 +177,7 @@ def _replace(
                 hand_over(substitution, insertion)
             error = None if comparison is None else comparison.worst
             fused = _fused(insertion, routers[insertion.block], error)
-            sites[insertion.block] = fused if site is None else replace(fused, detail=site.detail, problem=None)
+            sites[insertion.block] = fused if site is None else _with_router(site, fused)
     substitution.erase()
     for insertion in committed:
         if isinstance(insertion, Joined):
@@ -224,6 +224,12 @@ def _router_alone(substitution: Substitution, block: Block, router: Router | Bre
     except Exception:
         substitution.withdraw(insertion)
         raise
+
+
+def _with_router(site: Site, fused: Site) -> Site:
+    """The site of a block that was the op already, once it has its router."""
+    errors = [error for error in (site.verify_error, fused.verify_error) if error is not None]
+    return replace(fused, detail=site.detail, problem=None, verify_error=max(errors, default=None))
 
 
 def _fused(insertion: Insertion, router: Router | Break | None, error: float | None) -> Site:

@@ -16,6 +16,8 @@ from mok_compile.spec import ExpertsSpec
 
 # In the `meta` of a call of ``mok::experts`` that stands for a loop.
 MARK = "mok_loop"
+# There too: the largest error that ``mok.verify`` found beside the loop.
+VERIFIED = "mok_verified"
 
 
 def is_traced(node: fx.Node) -> bool:

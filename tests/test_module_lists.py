@@ -51,6 +51,7 @@ def check(block, x=None, fused=1, **options):
     traced = Traced(block, fullgraph=bool(fused), **options)
     compare(block, traced, tokens(2, 9) if x is None else x)
     assert traced.report.fused == fused, traced.report
+    assert all(site.verify_error is not None for site in traced.report.sites if site.status == "fused")
     return traced
 
 

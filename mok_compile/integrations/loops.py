@@ -12,9 +12,10 @@ Idle experts get gradients of zeros, not None: the op does not know at trace tim
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from torch._dynamo.comptime import comptime
 
 from mok_compile.integrations import counts
 from mok_compile.integrations.tracing import our_options
+from mok_compile.options import Options
 
 log = logging.getLogger("mok_compile")
 _seen: weakref.WeakSet = weakref.WeakSet()
 # Why the loop of a module was left alone, for `mok_compile.explain`: reason code and sentence.
 refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+# Modules of which ``mok.verify`` has found that the op computes something else than their loop, and what.
+distrusted: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 _live: list[tuple] = []
+_proven: list[tuple] = []
 
 
 def open_doors() -> None:
@@ -106,7 +111,31 @@ def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
         x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
         share = torch.where((ids >= lo) & (ids < hi), weights, 0).sum(1, keepdim=True)
         total = x * share if total is None else total + x * share
+    if _verified():
+        # The loop's variables stay in the graph for the backend to run it on.
+        tensors, sizes = _leaves(live, torch.Tensor), _leaves(live, int)
+        total = torch.ops.mok_loop.witness.default(total, tensors, sizes)
+        comptime(_call_witness)
     return total
+
+
+def _leaves(live: Any, kind: type) -> list:
+    """All of this kind in `live`, in order."""
+    found = []
+    for value in live:
+        if isinstance(value, (list, tuple)):
+            found += _leaves(value, kind)
+        elif isinstance(value, kind) and not isinstance(value, bool):
+            found.append(value)
+    return found
+
+
+@torch._dynamo.assume_constant_result
+def _verified() -> bool:
+    """Whether the op is to be compared with the loop."""
+    from mok_compile.passes import witness  # noqa: F401  registers the op
+
+    return our_options().verify
 
 
 def _slots(ids: torch.Tensor) -> torch.Tensor:
@@ -182,6 +211,51 @@ def _mark(context: Any) -> None:
     _variable(context, "total").as_proxy().node.args[0].meta[MARK] = True
 
 
+def _call_witness(context: Any) -> None:
+    """Notes at the witness which loop it is of, and what its variables are."""
+    from mok_compile.passes.witness import MARK, Size, Tensor, Witness
+
+    places, sizes = itertools.count(), itertools.count()
+
+    def told(variable: Any) -> Any:
+        variable = variable.realize()
+        if variable.is_tensor():
+            return Tensor(next(places))
+        if variable.python_type() is list:
+            return [told(v) for v in variable.items]
+        if issubclass(variable.python_type(), tuple):
+            return tuple(told(v) for v in variable.unpack_var_sequence(None))
+        example = _example(variable)
+        return Size(next(sizes)) if isinstance(example, (int, torch.SymInt)) and type(example) is not bool else example
+
+    live = tuple(told(variable) for variable in _variable(context, "live").items)
+    cut, owner = _proven.pop()
+    _variable(context, "total").as_proxy().node.meta[MARK] = Witness(cut, owner, live)
+
+
+def trace_again_if_wrong(gm: torch.fx.GraphModule, inputs: Sequence[Any] | None, options: Options) -> None:
+    """Under ``mok.verify``: compares each block of `gm` that was a loop with that loop, on the real `inputs` of the
+    graph. If one differs, has Dynamo trace the frame once more, with the loop as it is."""
+    from mok_compile.passes.traced import VERIFIED
+    from mok_compile.passes.witness import question
+
+    wrong = False
+    for verdict in question(gm, inputs if options.verify else None):
+        verdict.call.meta[VERIFIED] = verdict.comparison.worst
+        if verdict.comparison.failed:
+            wrong, detail = True, verdict.comparison.detail
+            distrusted[verdict.owner] = f"its op differs from the loop: {detail}"
+            log.warning("mok-compile: a loop in %s is not what it was proven to be (%s); please report",
+                        type(verdict.owner).__name__, detail)  # fmt: skip
+    if wrong:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        # The new trace goes another way than the one that Dynamo has a record of.
+        InstructionTranslator.current_tx().speculation_log.clear()
+        # The one exception that Dynamo lets a backend ask for a new trace with.
+        raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason="a loop over experts is another")
+
+
 def _variable(context: Any, name: str) -> Any:
     return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
 
@@ -213,7 +287,10 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     if not _live:
         return None
     live, nodes, source = _live.pop()
+    _proven[:] = [(cut, weakref.ref(owner))]
     try:
+        if owner in distrusted:
+            raise Break("verify", distrusted[owner])
         masks = frozenset(place for place, node in enumerate(nodes) if node is not None and is_one_hot(node))
         engine = our_options().engine
         plan, reach = proven(
