@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import routers
 import test_batched
+import test_split
 import test_user_blocks
 import torch
 from blocks import (
@@ -289,4 +290,6 @@ CASES = [
         )
     ),
     Case("hf_batched_mm", hugging_face("qwen3_moe", experts_implementation="batched_mm"), tolerance=1e-4),
+    Case("ranges", written(test_split.Ranges)),
+    Case("split", written(test_split.Split)),
 ]
