@@ -59,18 +59,22 @@ struct Avx2 : Scalar {
   static void rows(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t steps,
                    bool accumulate) {
     __m256 sum[kRowCount][2];
-    for (auto& row : sum) row[0] = row[1] = _mm256_setzero_ps();
+#pragma GCC unroll 6
+    for (int r = 0; r < kRowCount; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     const float* l = reinterpret_cast<const float*>(left.data);
     const float* b = reinterpret_cast<const float*>(right);
     for (int64_t s = 0; s < steps; s++, l += left.step, b += w) {
       const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+#pragma GCC unroll 6
       for (int r = 0; r < kRowCount; r++) {
         const __m256 x = _mm256_broadcast_ss(l + r * left.row);
         sum[r][0] = _mm256_fmadd_ps(x, b0, sum[r][0]);
         sum[r][1] = _mm256_fmadd_ps(x, b1, sum[r][1]);
       }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < kRowCount; r++)
+#pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         float* out = product + r * ld + v * 8;
         _mm256_storeu_ps(out, accumulate ? _mm256_add_ps(_mm256_loadu_ps(out), sum[r][v]) : sum[r][v]);
