@@ -34,6 +34,7 @@ from mok_compile.passes.facts import (
 from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.outputs import outputs_of
 from mok_compile.passes.rules import Break, Facts, register_foreign, same
+from mok_compile.passes.unclaimed import unclaimed
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -141,7 +142,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     facts = Facts(view.values, numbers=view.numbers)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
-        return Analysis(view, [], _cut_off(graph), facts)
+        return Analysis(view, [], _cut_off(graph) or _unclaimed(graph, []), facts)
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:
@@ -156,6 +157,7 @@ def analyse(graph: fx.Graph) -> Analysis:
         opened, left = _open_blocks(miss, view, facts)
         blocks += opened
         misses += [left] if left.anchors else []
+    misses += _unclaimed(graph, [*blocks, *misses])
     return Analysis(view, sorted(blocks, key=lambda block: view.positions[block.final]), misses, facts)
 
 
@@ -176,6 +178,12 @@ def _open_blocks(miss: Miss, view: View, facts: Facts) -> tuple[list[Block], Mis
             blocks.append(replace(block, perm=outputs.perm, open=miss))
     left = tuple(anchor for anchor in miss.anchors if anchor not in fused)
     return blocks, replace(miss if blocks else why, anchors=left)
+
+
+def _unclaimed(graph: fx.Graph, sites: list[Block | Miss]) -> list[Miss]:
+    """The misses of experts that are none of these sites."""
+    claimed = {node for site in sites for node in (*site.anchors, *getattr(site, "region", ()))}
+    return [Miss((choice,), "no-match", detail, choice) for choice, detail in unclaimed(graph, claimed)]
 
 
 def _cut_off(graph: fx.Graph) -> list[Miss]:

@@ -1,0 +1,125 @@
+"""Experts in a spelling that nobody knows are named; models without experts are not."""
+
+import pytest
+import torch
+from harness import Fused
+from loops import E, H, I, K, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.choose = nn.Linear(H, E, bias=False)
+        self.mlps = nn.ModuleList(Mlp() for _ in range(E))
+
+    def route(self, x):
+        return torch.topk(F.softmax(self.choose(x), -1), K, -1)
+
+
+class Capacity(Routed):
+    """A loop over masks in which each expert takes its first tokens only, and something is done with them."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        hot = F.one_hot(ids[:, 0], E)
+        kept = (hot.cumsum(0) <= 8) * hot
+        y = torch.zeros_like(x)
+        for e in range(E):
+            y = y + self.mlps[e](x * kept[:, e, None]) * kept[:, e, None] * weights[:, :1]
+        return y
+
+
+class Stacked(Routed):
+    """All experts first, then those that were chosen."""
+
+    def forward(self, x):
+        outputs = torch.stack([torch.tanh(mlp(x)) for mlp in self.mlps], 1)
+        weights, ids = self.route(x)
+        return (outputs.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
+
+
+class Vmapped(Routed):
+    def __init__(self):
+        super().__init__()
+        self.mlps, self.up, self.down = None, nn.Parameter(torch.randn(E, I, H)), nn.Parameter(torch.randn(E, H, I))
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        outputs = torch.vmap(lambda up, down: F.linear(F.silu(F.linear(x, up)), down))(self.up, self.down)
+        return (outputs.transpose(0, 1).gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
+
+
+class Differentiated(Routed):
+    """The gradient of a block, as a part of the model."""
+
+    def forward(self, x):
+        def total(x):
+            weights, ids = self.route(x)
+            return sum(mlp(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, mlp in enumerate(self.mlps)).sum()
+
+        return torch.func.grad(total)(x)
+
+
+def report(model, x):
+    torch._dynamo.reset()
+    fused = Fused(model.eval())
+    with torch.no_grad():
+        assert torch.equal(fused(x), model(x))
+    return fused.report
+
+
+@pytest.mark.parametrize("model", [Capacity, Stacked, Vmapped, Differentiated])
+def test_named(model):
+    (site,) = report(model(), torch.randn(9, H)).sites
+    assert (site.status, site.reason) == ("missed", "no-match")
+    assert f"one of {E} experts" in site.detail and "test_unclaimed.py" in site.location
+
+
+class Classifier(nn.Module):
+    """As many layers as classes, of which the best are returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(E))
+        self.head = nn.Linear(H, E)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        scores, classes = self.head(x).softmax(-1).topk(K)
+        return scores * classes
+
+
+class Shortened(nn.Module):
+    """Goes on with the most important ones of E tokens, through as many layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(H, 1)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(E))
+
+    def forward(self, x):
+        x = x[:E]
+        chosen = self.score(x).squeeze(-1).topk(K).indices
+        x = x[chosen]
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+class Codebook(nn.Module):
+    """The nearest of E vectors, and what an MLP makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes, self.mlp = nn.Parameter(torch.randn(E, H)), Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.codes[(x @ self.codes.T).argmax(-1)])
+
+
+@pytest.mark.parametrize("model", [Classifier, Shortened, Codebook])
+def test_no_false_alarm(model):
+    assert not report(model(), torch.randn(9, H)).sites
