@@ -70,6 +70,6 @@ def make(family, dtype=torch.float32, seed=0, **overrides):
 def step(model, ids, run=None, **more):
     """Loss and gradients of one training step."""
     model.zero_grad(set_to_none=True)
-    loss = (run or model)(input_ids=ids, labels=ids, **more).loss
+    loss = (model if run is None else run)(input_ids=ids, labels=ids, **more).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
