@@ -1,0 +1,89 @@
+"""Models of Hugging Face on a GPU: from the backend's name down to the kernels."""
+
+import copy
+
+import hf
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+import mok_compile
+from mok_compile import coverage
+from mok_compile.engines import get
+
+pytestmark = pytest.mark.cuda
+
+if reason := get("sm90").usable():
+    pytest.skip(f"the sm90 engine does not run here: {reason}", allow_module_level=True)
+
+# Sizes that the kernels take: multiples of 8, heads that attention kernels take too.
+SIZES = {"hidden_size": 128, "head_dim": 64, "initializer_range": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "llama4", "aria"])
+def test_every_setting_is_fused(family):
+    """The graphs that a GPU's kernels give rise to, with every fused block compared with what it replaces."""
+    row = coverage.measure([family], "cuda")[family]
+    assert coverage.complete(row), {name: (str(cell), cell.why) for name, cell in row.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_training_step(family):
+    model, ids = hf.make(family, torch.bfloat16, **SIZES)
+    model, ids = model.cuda(), ids.cuda()
+    exact, eager = copy.deepcopy(model).cpu().float(), copy.deepcopy(model)
+    report = mok_compile.explain(model)(input_ids=ids)
+    assert [(site.status, site.engine) for site in report.sites] == [("fused", "sm90")] * 2
+    wanted_loss, wanted = hf.step(exact, ids.cpu())
+    eager_loss, plain = hf.step(eager, ids)
+    loss, found = hf.step(model, ids, torch.compile(model, backend="mok"))
+    assert abs(loss.cpu() - wanted_loss) <= 2 * abs(eager_loss.cpu() - wanted_loss) + 1e-2
+    assert found.keys() == wanted.keys()
+    for name, grad in found.items():
+        exactly = wanted[name]
+        error, theirs = (
+            (g.cpu().float() - exactly).norm() / exactly.norm().clamp_min(1e-9) for g in (grad, plain[name])
+        )
+        assert error <= 2 * theirs + 1e-2, f"{name}: {error:.1e}, eager mode {theirs:.1e}"
+
+
+def test_generate_under_cuda_graphs():
+    """Decoding with a static cache: graphs are captured, not skipped, and choose the tokens that plain launches do."""
+    model, ids = hf.make("qwen3_moe", torch.bfloat16, **SIZES, num_experts=16, use_cache=True)
+    model, ids = model.cuda().eval(), ids.cuda()
+    how = transformers.GenerationConfig(
+        max_new_tokens=24, do_sample=False, cache_implementation="static", disable_compile=True, pad_token_id=0
+    )
+
+    def generate(**options):
+        torch._dynamo.reset()
+        mine = copy.deepcopy(model)
+        mine.forward = torch.compile(mine.forward, backend="mok", options=options)
+        return mine.generate(ids, generation_config=how)
+
+    plain = generate()
+    counters.clear()
+    graphs = generate(**{"triton.cudagraphs": True})
+    assert counters["mok"]["fused"] > 0 and counters["mok"]["missed"] == 0
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert torch.equal(plain, graphs)
+
+
+def test_no_memory_is_lost():
+    """Steps after the second take what the second took."""
+    model, ids = hf.make("qwen3_moe", torch.bfloat16, **SIZES)
+    model, ids = model.cuda(), ids.cuda()
+    run = torch.compile(model, backend="mok")
+    taken = []
+    for _ in range(6):
+        hf.step(model, ids, run)
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.memory_allocated())
+    assert len(set(taken[1:])) == 1, taken
