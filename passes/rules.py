@@ -81,6 +81,7 @@ class Facts:
         self.parts: dict[Value, int] = {}  # by ids: into how many parts the sorted rows were split
         # Of values that an expert computes for every token, what they are to a block that counts only its own.
         self.included: dict[Value, Fact] = {}
+        self.experts: set[Value] = set()  # products of every token with a stack of matrices that are those of experts
         for value in values:
             if value not in self._of:
                 self._derive(value)

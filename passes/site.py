@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 from mok_compile import activation as act
+from mok_compile.passes.chosen import are_chosen, experts_on_every_token, rows_behind
 from mok_compile.passes.facts import (
+    EVERY,
     Broken,
     Column,
     Combined,
@@ -124,12 +126,14 @@ def is_anchor(node: fx.Node, view: View, facts: Facts) -> bool:
 
 
 def _by_expert(value: Value, facts: Facts) -> bool:
-    if value.op is aten.bmm.default and any(isinstance(facts.of(arg), ExpertWeights) for arg in value.inputs):
-        return True
+    picked = [fact.ids for arg in value.inputs if isinstance(fact := facts.of(arg), ExpertWeights)]
+    if value.op is aten.bmm.default and picked:
+        return facts.of(value) is not None or any(map(are_chosen, picked))
     if value.op not in (aten.bmm.default, aten.mm.default, aten.addmm.default):
         return False
     fact = facts.about(value)
-    fact = fact.rows if isinstance(fact, Laid) else fact
+    if isinstance(fact, Laid):
+        return fact.rows.order != EVERY or value in facts.experts
     return isinstance(fact, Pointwise) and (isinstance(fact.order, Hits) or value.op is not aten.addmm.default)
 
 
@@ -140,6 +144,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     register_foreign()
     view = View(graph)
     facts = Facts(view.values, numbers=view.numbers)
+    facts.experts = experts_on_every_token(view.values, facts)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
         return Analysis(view, [], _cut_off(graph) or _unclaimed(graph, []), facts)
@@ -453,6 +458,8 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
 def _one_block(a: fx.Node, b: fx.Node, view: View, facts: Facts) -> bool:
     """Whether two neighbouring anchors belong to one block: b depends on a, or both share an argument or a routing."""
     if _routing(a, view, facts) & _routing(b, view, facts):
+        return True
+    if not rows_behind(view.made[b], facts).isdisjoint(view.made[a]):
         return True
     if set(a.all_input_nodes) & {n for n in b.all_input_nodes if n.op != "get_attr"}:
         return True

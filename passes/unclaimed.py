@@ -17,6 +17,7 @@ from mok_compile import ops
 
 _CHOICES = ("topk", "argmax", "max")
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
+_JOINS = ("add", "iadd", "add_", "sub", "isub", "sub_", "cat", "concat")
 DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
     "proven: the loop over them, its masks or a transform such as torch.func.vmap is spelled in an unknown way"
@@ -42,8 +43,16 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[tuple[fx.Node,
         if not found or any(node in claimed or ops.is_block(node.target) for node in near):
             continue
         after = _related(choice, lambda node: node.users)
-        if after.intersection(*(_related(node, lambda n: n.users) | {node} for node in found[:1])):
+        if any(_meet(after | {choice}, _related(node, lambda n: n.users) | {node}) for node in found[:1]):
             yield choice, DETAIL.format(experts=experts)
+
+
+def _meet(after: set[fx.Node], products: set[fx.Node]) -> bool:
+    """Whether the nodes that depend on a choice and those that depend on products come together otherwise than as two
+    branches, which are added up."""
+    both = after & products
+    first = [node for node in both if both.isdisjoint(node.all_input_nodes)]
+    return any(_name(node) not in _JOINS for node in first)
 
 
 class _Weights:
