@@ -128,6 +128,30 @@ def test_sizes_that_are_left_are_traced_as_ever():
     assert calls(backend.graphs) == calls(theirs) and len(theirs) > 1
 
 
+@torch._dynamo.assume_constant_result
+def captured():
+    return torch._dynamo.config.capture_scalar_outputs
+
+
+class AsksForFlags(Masked):
+    """Other calls with the flags than without."""
+
+    def forward(self, x):
+        if captured():
+            x = torch.tanh(x).sin()
+        else:
+            for _ in range(3):
+                x = torch.relu(x)
+        return super().forward(x + 1)
+
+
+def test_another_way_without_the_flags():
+    """The new trace need not meet the instructions that the old one met."""
+    model, x, backend = AsksForFlags(), tokens(), Ours()
+    assert torch.equal(run(model, x, backend), model(x))
+    assert len(backend.graphs) > 1
+
+
 def test_other_backends_break_as_ever():
     graphs = []
 

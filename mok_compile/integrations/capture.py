@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mok_compile import ops
-from mok_compile.integrations.tracing import options_of
+from mok_compile.integrations.tracing import options_of, trace_again
 
 _FLAGS = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 # Dynamo compiles one frame at a time, under a lock; the flags of an outer compile hold for those inside.
@@ -42,8 +42,7 @@ def trace_again_if_open(gm: fx.GraphModule) -> None:
     if not _on or not any(_open(node) for module in gm.modules() for node in _nodes(module)):
         return
     _end()
-    # The one exception that Dynamo lets a backend ask for a new trace with.
-    raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason="sizes that only the data tells are left")
+    trace_again("sizes that only the data tells are left")
 
 
 def _begin(*_) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mok_compile.integrations.tracing import our_options, trace_again
+
 _FLAG = "capture_scalar_outputs"
 # Counts that become numbers when slices are taken by them, beside the sort that those slices are of.
 _COUNTED, _SORTED = {"histc", "bincount"}, {"topk", "sort", "argsort"}
@@ -56,14 +58,12 @@ def watch() -> None:
 def _ask_for_symbols() -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    from mok_compile.integrations.tracing import our_options
-
     symbols = InstructionTranslator.current_tx().output.shape_env.settings.allow_scalar_outputs
     if symbols or _State.given_up or our_options() is None:
         return
     _State.patch = torch._dynamo.config.patch({_FLAG: True})
     _State.patch.__enter__()
-    _restart("a router counts its tokens")
+    trace_again("a router counts its tokens")
 
 
 def trace_again_if_for_nothing(fused: int) -> None:
@@ -71,12 +71,7 @@ def trace_again_if_for_nothing(fused: int) -> None:
     if _State.patch is not None and not fused:
         _put_back()
         _State.given_up = True
-        _restart("no block of experts was fused")
-
-
-def _restart(reason: str) -> None:
-    # The one exception that Dynamo lets a backend ask for a new trace with.
-    raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
+        trace_again("no block of experts was fused")
 
 
 def _put_back() -> None:

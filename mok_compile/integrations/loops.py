@@ -22,7 +22,7 @@ import torch
 from torch._dynamo.comptime import comptime
 
 from mok_compile.integrations import counts
-from mok_compile.integrations.tracing import our_options
+from mok_compile.integrations.tracing import our_options, trace_again
 from mok_compile.options import Options
 
 log = logging.getLogger("mok_compile")
@@ -248,12 +248,7 @@ def trace_again_if_wrong(gm: torch.fx.GraphModule, inputs: Sequence[Any] | None,
             log.warning("mok-compile: a loop in %s is not what it was proven to be (%s); please report",
                         type(verdict.owner).__name__, detail)  # fmt: skip
     if wrong:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        # The new trace goes another way than the one that Dynamo has a record of.
-        InstructionTranslator.current_tx().speculation_log.clear()
-        # The one exception that Dynamo lets a backend ask for a new trace with.
-        raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason="a loop over experts is another")
+        trace_again("a loop over experts is another")
 
 
 def _variable(context: Any, name: str) -> Any:

@@ -1,8 +1,11 @@
-"""For whom Dynamo traces, asked from within what it traces."""
+"""For whom Dynamo traces, asked from within what it traces, and how it is made to start over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
+
+import torch
 
 from mok_compile.options import Options, split
 
@@ -24,3 +27,13 @@ def options_of(compiler: Callable | None) -> Options | None:
     if not isinstance(options, Options):
         options, _ = split((getattr(compiler, "kwargs", None) or {}).get("options"))
     return options if options.enabled else None
+
+
+def trace_again(reason: str) -> NoReturn:
+    """Has Dynamo trace the frame once more from the start, whatever way the new trace goes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    # Dynamo expects a new trace to meet the same instructions as the one that it has a record of.
+    InstructionTranslator.current_tx().speculation_log.clear()
+    # The one exception that Dynamo lets a backend ask for a new trace with.
+    raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
