@@ -8,6 +8,7 @@ variables, and the modes that are on.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from dataclasses import dataclass
@@ -15,11 +16,9 @@ from typing import Any
 
 import torch
 
-from mok_compile.passes.reach import Reach, _static, is_constant, is_object
+from mok_compile.passes.reach import CONTAINERS, INTERNAL, Reach, _static, is_constant, is_object
 
-# What every module has. Parameters, buffers and submodules are gone through by name; hooks are told by `_HOOKS`.
-_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +39,21 @@ def describe(owner: torch.nn.Module, reach: Reach, live: tuple) -> list:
     return _Writer(owner, reach).written(live)
 
 
+def describe_held(reach: Reach, held: list) -> list:
+    """The description of what closures and classes hold for the code of `reach`, and of the objects in `held`."""
+    writer = _Writer(None, reach)
+    for value in reach.enclosed():
+        writer._any(value)
+    for cls in reach.types:
+        for name in reach.shared(cls):
+            writer._any(_static(cls, name))
+    for value in held:
+        writer._any(value)
+    return writer.told
+
+
 class _Writer:
-    def __init__(self, owner: torch.nn.Module, reach: Reach) -> None:
+    def __init__(self, owner: torch.nn.Module | None, reach: Reach) -> None:
         self.owner, self.reach = owner, reach
         self.told: list = []
         self._numbers: dict[Any, int] = {}
@@ -80,7 +92,7 @@ class _Writer:
             told.append(type(value))
             if self._first(value):
                 self._module(value) if isinstance(value, torch.nn.Module) else self._attributes(value)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, CONTAINERS) and not isinstance(value, set):
             told.append(type(value))
             if self._first(value):
                 told.append(len(value))
@@ -90,12 +102,18 @@ class _Writer:
         elif isinstance(value, types.MethodType):
             told.append(_Itself(value.__func__))
             self._any(value.__self__)
+        elif isinstance(value, functools.partial):
+            if self._first(value):
+                for part in (value.func, value.args, value.keywords):
+                    self._any(part)
         else:
             told.append(_Itself(value))
+            for name in _slots(type(value)) & self.reach.names:
+                self._any(getattr(value, name, None))
 
     def _module(self, module: torch.nn.Module) -> None:
         own, told = module.__dict__, self.told
-        told += (*own, any(own[name] for name in _HOOKS), module._compiled_call_impl is None)
+        told += (*own, any(own[name] for name in HOOKS), module._compiled_call_impl is None)
         for store in ("_parameters", "_buffers", "_modules"):
             told.append(len(own[store]))
             for name, held in own[store].items():
@@ -103,7 +121,7 @@ class _Writer:
                 self._any(held)
         # Of the block itself only what the loop can read: a layer's number is no part of it.
         for name, value in own.items():
-            if name not in _INTERNAL and (module is not self.owner or name in self.reach.names):
+            if name not in INTERNAL and (module is not self.owner or name in self.reach.names):
                 self._any(value)
         for name in self.reach.shared(type(module)):
             if name not in own:
@@ -130,6 +148,11 @@ class _Writer:
                 self._local(item)
         else:
             self.told.append(_constant(value) if is_constant(value) else _Itself(value))
+
+
+def _slots(cls: type) -> set[str]:
+    slots = (vars(base).get("__slots__", ()) for base in cls.__mro__ if base.__module__ != "builtins")
+    return {name for names in slots for name in ((names,) if isinstance(names, str) else names)}
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -1,10 +1,13 @@
 """Modules that change behind a compiled loop over experts, and loops that change something themselves."""
 
+import collections
 import copy
 import enum
+import functools
 import random
 import types
 
+import loops
 import pytest
 import torch
 from harness import assert_close, compare
@@ -215,6 +218,196 @@ def test_what_the_experts_are_changes(what):
     assert traced.report.fused == 1, traced.report
     change(block)
     compare(block, traced, x)
+
+
+# What the code reads without its name being in it, or not from a module
+
+
+class Scaled(Mlp):
+    """`scale()` says by how much the gate is scaled."""
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x) * self.scale()) * self.up_proj(x))
+
+
+class Setup:
+    scale = 1.0
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+class OfClass(Scaled):
+    def scale(self):
+        return Setup.scale
+
+
+class OfModule(Scaled):
+    def scale(self):
+        return loops.E
+
+
+class OfEnclosing(Scaled):
+    def scale(self):
+        return self.read()
+
+
+class PutTogether(Scaled):
+    scale_0 = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.act_a = nn.SiLU()
+
+    def scale(self):
+        return getattr(self, "scale_" + str(0))
+
+
+class Children(Mlp):
+    def forward(self, x):
+        y = self.gate_proj(x)
+        for name, child in self.named_children():
+            if name.startswith("act"):
+                y = child(y)
+        return self.down_proj(y * self.up_proj(x))
+
+
+class Missing(Scaled):
+    """An attribute that is not there is looked up elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = {"factor": 1.0}
+
+    def __getattr__(self, name):
+        return self.__dict__["entries"]["factor"] if name == "factor" else super().__getattr__(name)
+
+    def scale(self):
+        return self.factor
+
+
+class Default(Mlp):
+    def forward(self, x, scale=1.0):
+        return self.down_proj(F.silu(self.gate_proj(x) * scale) * self.up_proj(x))
+
+
+class Swish:
+    beta = 1.0
+
+    def __call__(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Makes(Mlp):
+    def forward(self, x):
+        return self.down_proj(Swish()(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Takes(Mlp):
+    """Its activation is what is in `acts`."""
+
+    acts = None
+
+    def forward(self, x):
+        return self.down_proj(self.acts[0](self.gate_proj(x)) * self.up_proj(x))
+
+
+def enclosed(value):
+    """A function that returns `value`, and one to give it another."""
+
+    def get():
+        return value
+
+    def put(other):
+        nonlocal value
+        value = other
+
+    return get, put
+
+
+def taking(act):
+    block = Hit([Takes() for _ in range(E)])
+    for expert in block.experts:
+        expert.acts = (act,)
+    return block
+
+
+def scaling(get):
+    block = Hit([OfEnclosing() for _ in range(E)])
+    for expert in block.experts:
+        expert.read = get
+    return block
+
+
+def scaled_by(settings, x):
+    return F.silu(x * settings["scale"])
+
+
+def by_default(x, scale=1.0):
+    return F.silu(x * scale)
+
+
+def test_state_outside_of_modules(monkeypatch):
+    get, put = enclosed(1.0)
+    held, _ = enclosed({"scale": 1.0})
+    settings, queue, slotted = {"scale": 1.0}, collections.UserDict(scale=1.0), Slotted()
+    slotted.scale = 1.0
+    callables = [Swish()]
+    callables[0].beta = 1.0
+    cases = {
+        "a class": (of(OfClass), lambda: monkeypatch.setattr(Setup, "scale", 3.0)),
+        "a module": (of(OfModule), lambda: monkeypatch.setattr(loops, "E", 0.1)),
+        "a closure": (lambda: scaling(get), lambda: put(3.0)),
+        "what a closure holds": (lambda: scaling(lambda: held()["scale"]), lambda: held().update(scale=3.0)),
+        "a name put together": (of(PutTogether), lambda: monkeypatch.setattr(PutTogether, "scale_0", 3.0)),
+        "__getattr__": (of(Missing), every(lambda e: e.entries.update(factor=3.0))),
+        "a default": (of(Default), lambda: monkeypatch.setattr(Default.forward, "__defaults__", (3.0,))),
+        "a class that is made": (of(Makes), lambda: monkeypatch.setattr(Swish, "beta", 3.0)),
+        "a method": (of(Sigmoid), lambda: monkeypatch.setattr(Sigmoid, "forward", Mlp.forward)),
+        "a partial": (lambda: taking(functools.partial(scaled_by, settings)), lambda: settings.update(scale=3.0)),
+        "another mapping": (lambda: taking(functools.partial(scaled_by, queue)), lambda: queue.update(scale=3.0)),
+        "a default of a function": (
+            lambda: taking(by_default),
+            lambda: monkeypatch.setattr(by_default, "__defaults__", (3.0,)),
+        ),
+        "slots": (lambda: scaling(lambda: slotted.scale), lambda: setattr(slotted, "scale", 3.0)),
+        "an object in a list": (lambda: taking(callables[0]), lambda: setattr(callables[0], "beta", 3.0)),
+        "children": (with_children, every(lambda e: setattr(e, "act", nn.Tanh()))),
+        "more children": (with_children, every(lambda e: e.add_module("act_2", nn.Tanh()))),
+    }
+    wrong = {}
+    for what, (make, change) in cases.items():
+        torch._dynamo.reset()
+        block, x = make(), tokens(2, 9)
+        traced = Traced(block, verify=False)
+        compare(block, traced, x)
+        assert traced.report.fused == 1, (what, traced.report)
+        change(block) if change.__code__.co_argcount else change()
+        try:
+            compare(block, traced, x)
+        except AssertionError as error:
+            wrong[what] = str(error)
+    assert not wrong
+
+
+def with_children():
+    block = Hit([Children() for _ in range(E)])
+    for expert in block.experts:
+        expert.act = expert.act_fn
+        del expert.act_fn
+    return block
+
+
+def test_hooks_that_come_later_where_dynamo_is_to_guard_them():
+    """As for other modules, torch._dynamo.config decides."""
+    block, x = Hit(), tokens(2, 9)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        traced = Traced(block)
+        compare(block, traced, x)
+        assert traced.report.fused == 1
+        block.experts[1].up_proj.register_forward_hook(lambda module, args, out: out * 2)
+        compare(block, traced, x)
 
 
 class Optional(Hit):
