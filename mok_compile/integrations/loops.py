@@ -12,8 +12,10 @@ Idle experts get gradients of zeros, not None: the op does not know at trace tim
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +39,7 @@ _proven: list[tuple] = []
 
 def open_doors() -> None:
     """Gives methods that hold a loop over experts, of all module classes that exist by now, their traced form."""
+    replaced = {}
     for cls in _classes(torch.nn.Module):
         if cls in _seen:
             continue
@@ -46,6 +49,19 @@ def open_doors() -> None:
                 _install(cls, name, function)
             elif counts.may_count(function):
                 counts.install(cls, name, function)
+            if vars(cls)[name] is not function:
+                replaced[function] = vars(cls)[name]
+    _replace_held(replaced)
+
+
+def _replace_held(replaced: dict[types.FunctionType, types.FunctionType]) -> None:
+    """The same for modules that hold such a method as an attribute of their own. In transformers 4 a call that records
+    what modules return, as router logits, leaves them with ``module.forward = module.forward``."""
+    for held in gc.get_referrers(*replaced) if replaced else ():
+        if isinstance(held, types.MethodType) and isinstance(held.__self__, torch.nn.Module):
+            attributes = vars(held.__self__)
+            for name in [name for name, value in attributes.items() if value is held]:
+                attributes[name] = types.MethodType(replaced[held.__func__], held.__self__)
 
 
 def _classes(base: type) -> Iterator[type]:
