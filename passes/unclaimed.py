@@ -70,10 +70,11 @@ class _Weights:
                 continue
             given = node.all_input_nodes
             mine = [n for n in given if n in self.stack]
-            if mine and len(mine) == len(given) and shape is not None:
+            if mine and len(mine) == len(given):
                 laid_out = _name(node) in _LAYS_OUT
                 first = _shape(mine[0])[0] if laid_out and _shape(mine[0]) else None
-                self.stack[node] = first if laid_out else shape[0] if len(shape) > 2 else self.stack[mine[0]]
+                several = shape is not None and len(shape) > 2  # several tensors have no shape
+                self.stack[node] = first if laid_out else shape[0] if several else self.stack[mine[0]]
             elif mine and node.op != "output":
                 self.products[node] = mine
 
