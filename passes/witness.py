@@ -109,15 +109,22 @@ class _Run(fx.Interpreter):
 
     def _holds(self, owner: torch.nn.Module, call: fx.Node) -> bool:
         """Whether the weights of `call` are those that `owner` has now: others may have been in their place while it
-        was traced (`torch.func.functional_call`), which its own code cannot be run with."""
+        was traced (`torch.func.functional_call`), which its own code cannot be run with. Then they are no parameters of
+        its own, or were computed outside of it."""
         own = {id(t) for t in (*owner.parameters(), *owner.buffers())}
-        leaves, pending = set(), [node for bank in call.args[3:7] for node in bank]
+        within = _modules(call)
+        pending = [node for bank in call.args[3:7] for node in bank]
         while pending:
             node = pending.pop()
-            leaves |= {node} if node.op in ("placeholder", "get_attr") else set()
+            if node.op in ("placeholder", "get_attr"):
+                leaf = self.env[node]
+                learnt = isinstance(leaf, torch.nn.Parameter) or getattr(leaf, "requires_grad", False)
+                if learnt and id(leaf) not in own:
+                    return False
+            elif _modules(node)[: len(within)] != within:
+                return False
             pending += node.all_input_nodes
-        parameters = (self.env[n] for n in leaves if isinstance(self.env[n], torch.nn.Parameter))
-        return all(id(parameter) in own for parameter in parameters)
+        return True
 
     def _compare(self, node: fx.Node, call: fx.Node, witness: Witness, owner: torch.nn.Module) -> Comparison:
         y, tensors, sizes = fx.node.map_arg(node.args, self.env.__getitem__)
@@ -144,6 +151,11 @@ def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], seed: torch.T
         return [None] * len(leaves)
     seed = seed.to(out.dtype)
     return torch.autograd.grad(out, list(leaves.values()), seed, retain_graph=True, allow_unused=True)
+
+
+def _modules(node: fx.Node) -> list[str]:
+    """The modules, from the outermost on, in whose calls `node` was traced."""
+    return list(node.meta.get("nn_module_stack") or ())
 
 
 def _call_of(node: fx.Node) -> fx.Node | None:
