@@ -175,7 +175,7 @@ def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[
     collector, failure = Collector(options), ""
     watch()
     torch._dynamo.reset()
-    with broken_graphs(collector.report):
+    with broken_graphs(collector, model):
         try:
             torch.compile(model._call_impl, backend=collector)(**inputs)
         except Exception as error:  # whatever the model raises

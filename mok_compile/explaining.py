@@ -50,7 +50,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Report:
         collector = Collector(mine)
         refused.clear()
-        with broken_graphs(collector.report):
+        with broken_graphs(collector, model):
             if (module := _caller(model)) is not None:
                 with _compiled(module, collector):
                     model(*args, **kwargs)
@@ -89,6 +89,10 @@ class Collector:
         self.report.add(found)
         return gm.forward
 
+    def has_seen(self, code: types.CodeType) -> bool:
+        """Whether a graph holds something of `code`."""
+        return any((code.co_filename, line) in self._lines for _, _, line in code.co_lines())
+
     def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
         `surely`: only those that a graph has seen something of."""
@@ -102,11 +106,10 @@ class Collector:
             inside = path and f"{path}."
             if type(owner).__name__ in classes or any(f"{place}.".startswith(inside) for place in places):
                 continue
-            code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+            code = _code(owner)
             if code is None:
                 continue
-            file, first = code.co_filename, code.co_firstlineno
-            seen = any((file, line) in self._lines for _, _, line in code.co_lines())
+            file, first, seen = code.co_filename, code.co_firstlineno, self.has_seen(code)
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 place = path or "(no module)"  # the model itself is one block
                 where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
@@ -123,6 +126,13 @@ class Collector:
                 found.append(Site("missed", reason, detail, where))
         if found:  # the same blocks, each under its own name
             self.report.sites = [site for site in self.report.sites if site not in cut] + found
+
+
+def _code(model: Callable) -> types.CodeType | None:
+    """The code of a function or method, or of a module's forward method."""
+    module = _module(model) if isinstance(model, (torch.nn.Module, torch._dynamo.OptimizedModule)) else None
+    function = model if module is None else type(module).forward
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _checkpointed(model: torch.nn.Module, path: str) -> bool:
@@ -147,8 +157,8 @@ def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def broken_graphs(report: Report) -> Iterator[None]:
-    """Notes why the graph broke meanwhile, if it did: a block that is cut is no block any more."""
+def broken_graphs(collector: Collector, model: Callable) -> Iterator[None]:
+    """Notes why the graph of `model` broke meanwhile, if it did: a block that is cut is no block any more."""
     counters = torch._dynamo.utils.counters
     before = {kind: dict(counters[kind]) for kind in ("graph_break", "unimplemented")}
     yield
@@ -156,8 +166,11 @@ def broken_graphs(report: Report) -> Iterator[None]:
         [reason for reason, count in counters[kind].items() if count > known.get(reason, 0)]
         for kind, known in before.items()
     )
-    # Where a loop breaks the graph Dynamo gives the whole function up, which it counts as no break.
-    for reason in broke or ([] if report.graphs else failed):
+    # Where a loop breaks the graph Dynamo gives the whole function up, which it counts as no break; there may be graphs
+    # of what the function calls.
+    report, code = collector.report, _code(model)
+    given_up = not report.graphs or (code is not None and not collector.has_seen(code))
+    for reason in broke or (failed if given_up else []):
         said = " ".join(line.strip() for line in reason.split("Developer debug context")[0].splitlines())
         note = f"{_BREAK} {said.replace('Explanation:', '-').strip()}"
         if note not in report.notes:

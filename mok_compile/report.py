@@ -60,8 +60,9 @@ REASONS = {
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",
-        "model.set_experts_implementation('grouped_mm') where the model has that setting; otherwise write the experts "
-        "as grouped matmuls (torch.nn.functional.grouped_mm)",
+        "a loop without a branch on the data, such as out[rows] += ..., is fused under fullgraph=True or "
+        "options={'mok.capture': True}; otherwise model.set_experts_implementation('grouped_mm') where the model has "
+        "that setting, or write the experts as grouped matmuls (torch.nn.functional.grouped_mm)",
     ),
     "split": (
         "the block is cut by a graph break",

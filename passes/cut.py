@@ -13,7 +13,10 @@ import __future__
 
 import ast
 import copy
+import dis
 import inspect
+import itertools
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +28,7 @@ _PREPARES = {
     "argwhere", "bool", "greater", "gt", "int", "len", "long", "ne", "nonzero", "one_hot", "permute", "reshape", "sum",
     "t", "tolist", "transpose", "unique", "unsqueeze", "view",
 }  # fmt: skip
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 _ADDS = ("index_add_", "index_add")
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
@@ -131,7 +135,7 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef) -> types.Funct
         type_params=[],
     )
     # Python compiles calls of what a module imports in a form of its own: said again here, but never run.
-    imported = [n for n in function.__code__.co_names if _imported(function, n)]
+    imported = _imported(function.__code__)
     says = [ast.If(ast.Constant(False), [ast.Import([ast.alias(n) for n in imported])], [])] if imported else []
     module = ast.fix_missing_locations(ast.Module([*says, outer], []))
     flags = function.__code__.co_flags & sum(getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
@@ -148,11 +152,19 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef) -> types.Funct
     return result
 
 
-def _imported(function: types.FunctionType, name: str) -> bool:
-    value = function.__globals__.get(name)
-    return (
-        isinstance(value, types.ModuleType) or getattr(value, "__module__", function.__module__) != function.__module__
-    )
+def _imported(code: types.CodeType) -> list[str]:
+    """Names whose attributes `code` calls as those of imported modules, if it calls any: as plain functions, where
+    those of other names are methods. Star imports count as no import there, so that the values cannot tell."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    methods = set()
+    for before, step in itertools.pairwise(steps):
+        # From Python 3.12 on, the lowest bit of LOAD_ATTR's argument says whether it loads a method.
+        flagged = sys.version_info >= (3, 12) and step.opname == "LOAD_ATTR" and step.arg & 1
+        method = step.opname == "LOAD_METHOD" or flagged
+        if method and (before.opname in ("LOAD_GLOBAL", "LOAD_DEREF") or "LOAD_FAST" in before.opname):
+            methods.add(before.argval[-1] if isinstance(before.argval, tuple) else before.argval)
+    names = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    return sorted(name for name in names - methods if name.isidentifier())
 
 
 def _rebuild(
@@ -264,6 +276,8 @@ def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int) -> list[
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
         if serves and moves and _prepares(statement):
             taken.insert(0, statement)
+        elif _writes_in_place(statement):
+            break  # what was computed before, maybe from another view of what this writes into, stays before
         else:
             passed.append(statement)
     return taken[:-1]
@@ -274,7 +288,23 @@ def _prepares(statement: ast.stmt) -> bool:
         return _no_grad(statement) and all(map(_prepares, statement.body))
     calls = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call))
     names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", None) for f in calls}
-    return _assigns_names(statement) and names <= _PREPARES
+    return _assigns_names(statement) and names <= _PREPARES and not _is_arithmetic(statement)
+
+
+def _is_arithmetic(statement: ast.Assign | ast.AugAssign) -> bool:
+    """Whether it makes weights, which the loop takes as they are: how they are made is nothing to be proven."""
+    node = statement if isinstance(statement, ast.AugAssign) else statement.value
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return isinstance(getattr(node, "op", None), _ARITHMETIC)
+
+
+def _writes_in_place(statement: ast.stmt) -> bool:
+    """Whether `statement` may write into a tensor, judged by its spelling: an in-place operator, item or method."""
+    nodes = list(ast.walk(statement))
+    methods = (n.func.attr for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
+    written = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in nodes)
+    return written or any(isinstance(n, ast.AugAssign) for n in nodes) or any(m.endswith("_") for m in methods)
 
 
 def _no_grad(statement: ast.With) -> bool:

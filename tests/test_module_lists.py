@@ -132,6 +132,152 @@ class Given(nn.Module):
         return y
 
 
+class Divided(Given):
+    """The weights are normalised just before the loop."""
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        weights = weights / weights.sum(-1, keepdim=True)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class DividedInPlace(Given):
+    def forward(self, x, ids, weights):
+        weights = weights.clone()
+        y = torch.zeros_like(x)
+        weights /= weights.sum(-1, keepdim=True)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class DividedAfterMask(Given):
+    """The masks' making is taken into the loop's region past a statement that belongs before it."""
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)
+        weights = weights * 3 / weights.sum(-1, keepdim=True)
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            k, t = torch.where(mask[e[0]])
+            y.index_add_(0, t, self.experts[e[0]](x[t]) * weights[t, k, None])
+        return y
+
+
+class WrittenAfterMask(Given):
+    """What the loop reads is made of a view of what is then written in place: it must stay in between."""
+
+    def forward(self, x, ids, weights):
+        weights = weights.clone()
+        y = torch.zeros_like(x)
+        seen = weights.t()
+        used = seen.bool()
+        weights -= weights
+        weights += 1
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None] * used[k, t, None])
+        return y
+
+
+def routed():
+    """Arguments of a `Given`."""
+    x = tokens(9)
+    ids = torch.rand(9, E, generator=torch.Generator().manual_seed(3)).topk(K)[1]
+    weights = torch.rand(9, K, generator=torch.Generator().manual_seed(4))
+    return x, ids, weights
+
+
+@pytest.mark.parametrize("block", [Divided, DividedInPlace, DividedAfterMask])
+def test_weights_normalised_just_before_the_loop(block):
+    module, args = block(), routed()
+    traced = Traced(module, fullgraph=True)
+    assert_close(traced(*args), module(*args))
+    assert traced.counts() == (1, 0), traced.report
+
+
+def test_what_is_computed_before_a_write_in_place_stays_before_it():
+    x, ids, weights = routed()
+    weights[0] = 0
+    module = WrittenAfterMask()
+    assert_close(Traced(module)(x, ids, weights), module(x, ids, weights))
+
+
+class Picked(Given):
+    """Adds onto rows that are picked, as mistral-inference does: left to Dynamo."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.gate(x), K)
+        weights = weights.softmax(-1)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y[t] += weights[t, k, None] * expert(x[t])
+        return y
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_picked_and_added_onto(nested):
+    """Named as a miss, be it the model itself, with advice that holds."""
+    model, x = nn.Sequential(Picked()) if nested else Picked(), tokens(9)
+    report = explain(model)(x)
+    (site,) = report.sites
+    assert (site.status, site.reason) == ("missed", "data-dependent")
+    assert site.location.startswith("0" if nested else "(no module) [Picked]")
+    assert any(note.startswith("graph break: ") for note in report.notes)
+    assert "fullgraph=True" in site.cure and "{'mok.capture': True}" in site.cure
+    torch._dynamo.reset()
+    assert explain(model, {"mok.capture": True})(x).fused == 1
+    torch._dynamo.reset()
+    traced = Traced(model, fullgraph=True)
+    compare(model, traced, x)
+    assert traced.counts() == (1, 0)
+
+
+STAR = """
+{how}
+class Star(Given):
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, F.silu(self.experts[e](x[t])).mul(1) * weights[t, k, None])
+        return y
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "from test_module_lists import *",
+        "import torch; from test_module_lists import *",
+        "from test_module_lists import torch, F, Given",
+        "import test_module_lists as lists; Given, torch, F = lists.Given, lists.torch, lists.F",
+        "import torch; x = F = 0; from test_module_lists import *; import torch.nn.functional as F",
+        "import torch, x_of_another_kind as x; from test_module_lists import *",
+    ],
+)
+def test_however_a_file_gets_its_names(how, tmp_path, monkeypatch):
+    """Python compiles calls of imported names otherwise than those of other names."""
+    (tmp_path / "x_of_another_kind.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"star_{abs(hash(how))}"
+    (tmp_path / f"{name}.py").write_text(STAR.format(how=how))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    cls = __import__(name).Star
+    integrations.watch()
+    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
+    assert hasattr(cls.__dict__["forward"], "__wrapped__"), "the loop is not seen"
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_any_number_of_slots(k):
     """One graph for any number of tokens, but one for each number of slots: that is part of the block."""
