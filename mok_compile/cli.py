@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("config", nargs="?", help="config.json for a class")
     doctor.add_argument("--tokens", type=int, default=4096, help="tokens that the memory figures are for (%(default)s)")
-    doctor.add_argument("--device", help="device that the model is meant for (cuda if there is one, else cpu)")
+    doctor.add_argument(
+        "--device", type=_device, help="device that the model is meant for (cuda if there is one, else cpu)"
+    )
     doctor.add_argument("--dtype", help="dtype of the weights (the config's, else bfloat16)")
     doctor.add_argument("--train", action="store_true", help="look at the model in training mode")
     doctor.add_argument("--dump", default="", metavar="FOLDER", help="write the graphs and a page about them")
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
     bench = commands.add_parser("bench", help="compare eager mode, Inductor and mok on this machine")
-    bench.add_argument("--device", help="cuda if there is one, else cpu")
+    bench.add_argument("--device", type=_device, help="cuda if there is one, else cpu")
     bench.add_argument("--repetitions", type=int, default=10, help="runs of each, the median counts (%(default)s)")
     bench.set_defaults(run=_bench)
     build = commands.add_parser("build", help="compile the kernels now instead of at first use")
@@ -57,6 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not logging.getLogger("mok_compile").handlers:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
     return given.run(given)
+
+
+def _device(text: str) -> str:
+    import torch
+
+    try:
+        torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device, such as cpu, cuda or cuda:1") from None
+    return text
 
 
 def _doctor(given: argparse.Namespace) -> int:

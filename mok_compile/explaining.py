@@ -44,7 +44,8 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
     ``model.generate``; it runs in eager mode, its compiled state is left alone. `options` are the backend's;
     ``mok.strict`` is not applied.
     """
-    mine, _ = split(options)
+    mine, rest = split(options)
+    torch._TorchCompileInductorWrapper(None, rest, None)  # says which of them Inductor does not know
     watch()
 
     def run(*args: Any, **kwargs: Any) -> Report:

@@ -90,6 +90,10 @@ def _variable(name: str) -> str:
 def _from_environment(field) -> Any:
     text = os.environ[_variable(field.name)]
     if not isinstance(field.default, bool):
+        try:
+            Options(**{field.name: text})
+        except ValueError as error:
+            raise ValueError(f"environment variable {_variable(field.name)}: {error}") from None
         return text
     if text.lower() in ("1", "true", "yes", "on"):
         return True

@@ -15,6 +15,7 @@ from harness import assert_close, compare
 from torch import nn
 from torch._dynamo.utils import counters
 
+import mok_compile
 from mok_compile import backend as backend_module
 from mok_compile.backend import mok
 from mok_compile.options import Options, split
@@ -84,6 +85,10 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MOK_STRICT", "perhaps")
     with pytest.raises(ValueError, match="MOK_STRICT must be 0 or 1, got 'perhaps'"):
         split(None)
+    monkeypatch.setenv("MOK_STRICT", "0")
+    monkeypatch.setenv("MOK_ENGINE", "gpu")
+    with pytest.raises(ValueError, match=r"environment variable MOK_ENGINE: .* must be one of auto, .*, got 'gpu'"):
+        split(None)
 
 
 def test_errors_reach_the_user_of_torch_compile():
@@ -92,6 +97,8 @@ def test_errors_reach_the_user_of_torch_compile():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="frobnicate"):
         torch.compile(small(), backend="mok", options={"frobnicate": True})(tokens())
+    with pytest.raises(Exception, match="frobnicate"):
+        mok_compile.explain(small(), {"frobnicate": True})
 
 
 def test_mode_and_options_together_are_what_torch_says():

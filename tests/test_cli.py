@@ -68,3 +68,10 @@ def test_help_and_wrong_commands():
     with pytest.raises(SystemExit) as stop:
         cli.main(["cure"])
     assert stop.value.code == 2
+
+
+def test_a_device_that_is_none(capsys):
+    for command in (["doctor", "mixtral", "--device", "gpu"], ["bench", "--device", "gpu"]):
+        with pytest.raises(SystemExit):
+            cli.main(command)
+        assert "'gpu' is not a device, such as cpu" in capsys.readouterr().err
