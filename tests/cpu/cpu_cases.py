@@ -199,8 +199,9 @@ def check(case: Case, inputs: Inputs | None = None, at: list[str] | None = None)
 def compare(what: str, found: dict, plain: dict, exact: dict) -> None:
     assert torch.equal(found.pop("order"), exact["order"]) and torch.equal(found.pop("offsets"), exact["offsets"])
     for name, tensor in found.items():
-        # A few numbers (idle experts have none), each a sum that may cancel, are a matter of luck as well.
-        few = exact[name].count_nonzero() < 200
+        # A few numbers (idle experts have none), each a sum that may cancel, are a matter of luck as well; so is a long
+        # and narrow matrix, whose error is that of the few numbers along its short side.
+        few = exact[name].count_nonzero() < 200 or (exact[name].dim() >= 2 and min(exact[name].shape[-2:]) < 16)
         dtype = found["dx"].dtype
         slack = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps * (1 if few else 1 / 4)
         ours, theirs = errors(tensor, exact[name]), errors(plain[name], exact[name])
