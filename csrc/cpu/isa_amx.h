@@ -10,7 +10,6 @@ namespace {
 struct Amx : Avx512Bf16 {
   static constexpr int64_t kStepMultiple = 16;
   static constexpr int64_t kRowMultiple = 16;
-  static constexpr bool kLeftByRows = true;
   template <class Element>
   static constexpr bool kInTiles = kPerLane<Element> == 2;
   // The weights are left operands of the transposed product, for which tile registers take rows as they lie in memory.
@@ -125,8 +124,6 @@ struct Amx : Avx512Bf16 {
     if constexpr (kW > 1) store_transposed<2>(product + 16, ld, accumulate);
     if constexpr (kW > 1 && kR > 1) store_transposed<3>(product + 16 * ld + 16, ld, accumulate);
   }
-
-  using Avx512Bf16::stream;
 
   // product[r][c] (+)= <row r, row c of the weight> for n <= 32 rows of a weight and `count` packed rows.
   static void stream(const Bf16* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,

@@ -49,12 +49,6 @@ struct Avx2 : Scalar {
     return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
   }
 
-  template <class Element>
-  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
-                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
-    stream_dots<Avx2>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
-  }
-
   template <int kRowCount>
   static void rows(Left left, const Lane* right, int64_t w, float* product, int64_t ld, int64_t steps,
                    bool accumulate) {

@@ -193,12 +193,6 @@ struct Avx512Base : Avx2 {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
-
-  template <class Element>
-  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
-                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
-    stream_dots<Avx512Base>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
-  }
 };
 
 using Avx512 = Avx512Base<false>;

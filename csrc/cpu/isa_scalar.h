@@ -3,11 +3,12 @@
 //
 //   kStepMultiple  the number of packed steps is a multiple of this (zero padded)
 //   kRowMultiple   the left operand's rows are a multiple of this (zero padded); the product has as many rows
-//   kLeftByRows    the left operand must have consecutive steps of a row beside each other
+//   kInTiles<E>    whether products are made in tile registers: the left operand then has consecutive steps of a row
+//                  beside each other, and `stream` takes the place of stream_dots
 //   kPerLane<E>    2 where a lane is a pair of E, else 1 (a float)
 //   block<E>       product[m][n] (+)= sum over steps of left[m][s] * right[s][n]
-//   stream<E>      product (+)= packed rows x kPanel<E> columns of a weight that lies contiguous along the steps, which
-//                  is never packed: kStreamedSteps<E> steps at a time, rows of lanes_streamed<E> lanes
+//   kPanel<E>      columns at a time of a weight that lies contiguous along the steps, which is never packed, with
+//                  kStreamedSteps<E> steps at a time and rows of lanes_streamed<E> lanes
 //   write<E>       n floats as elements to memory that is not read again soon
 #pragma once
 
@@ -27,7 +28,8 @@ struct Left {
 struct Scalar {
   static constexpr int64_t kStepMultiple = 1;
   static constexpr int64_t kRowMultiple = 1;
-  static constexpr bool kLeftByRows = false;
+  template <class Element>
+  static constexpr bool kInTiles = false;
   template <class Element>
   static constexpr int64_t kPerLane = 1;
   template <class Element>
@@ -83,12 +85,6 @@ struct Scalar {
   static Quad add_across(Quad a, Quad b, Quad c, Quad d) {
     const auto sum = [](Quad v) { return (v[0] + v[2]) + (v[1] + v[3]); };
     return Quad{sum(a), sum(b), sum(c), sum(d)};
-  }
-
-  template <class Element>
-  static void stream(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
-                     float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
-    stream_dots<Scalar>(weight, stride, n, k, rows, count, product, ld, accumulate, ahead);
   }
 
   static void enter() {}

@@ -112,10 +112,11 @@ struct Packing {
   static Left across_left(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t k, int64_t c0, int64_t n) {
     const int64_t w = round_up(n, 16);
     across(scratch, scratch.left_across, rows, p0, k, c0, n);
-    if constexpr (!Isa::kLeftByRows || !kPairs) return {scratch.left_across, 1, w};
-    if constexpr (Isa::kLeftByRows && kPairs) {
+    if constexpr (Isa::template kInTiles<Element>) {
       Isa::transpose_lanes(scratch.left, kLeadLanes, scratch.left_across, w, w, steps(k));
       return {scratch.left, kLeadLanes, 1};
+    } else {
+      return {scratch.left_across, 1, w};
     }
   }
 
@@ -153,9 +154,6 @@ struct Packing {
   }
 };
 
-// Lanes along k numbers, whole vectors.
-constexpr int64_t streamed_steps(int64_t k, int64_t per_lane) { return round_up((k + per_lane - 1) / per_lane, 16); }
-
 // How many rows of k inputs fit into `right` where weights are streamed.
 template <class Isa, class Element>
 int64_t streamed_rows(int64_t k) {
@@ -164,8 +162,8 @@ int64_t streamed_rows(int64_t k) {
   return kRight / Isa::template lanes_streamed<Element>(some) / 16 * 16;
 }
 
-// Rows p0 .. p0 + count, columns k0 .. k0 + k, as Isa::stream wants them. They stay in scratch.right, for the next tile
-// of the same rows.
+// Rows p0 .. p0 + count, columns k0 .. k0 + k, as stream_weights wants them. They stay in scratch.right, for the next
+// tile of the same rows.
 template <class Isa, class Element>
 void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_t count, int64_t k0, int64_t k) {
   using Pack = Packing<Isa, Element>;
@@ -173,22 +171,21 @@ void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_
   if (scratch.packed == wanted) return;
   scratch.packed = wanted;
   const int64_t steps = streamed_steps(k, Pack::kPerLane);
-  if constexpr (!Isa::kLeftByRows || !Pack::kPairs) {
-    Pack::rows_to(scratch.right, scratch, rows, p0, count, k0, k, steps, Isa::template lanes_streamed<Element>(steps));
-    return;
-  }
-  // Right operands of tile registers: [sixteen rows][step][row].
-  const int64_t block = kSteps * Pack::kPerLane;
-  for (int64_t r0 = 0; r0 < count; r0 += kRowsPacked) {
-    const int64_t some = smaller(count - r0, kRowsPacked);
-    for (int64_t c = 0; c < k; c += block) {
-      const int64_t part = smaller(k - c, block);
-      const Left left = Pack::rows(scratch, rows, p0 + r0, some, k0 + c, part);
-      if constexpr (Isa::kLeftByRows)
+  if constexpr (Isa::template kInTiles<Element>) {
+    // Right operands of tile registers: [sixteen rows][step][row].
+    const int64_t block = kSteps * Pack::kPerLane;
+    for (int64_t r0 = 0; r0 < count; r0 += kRowsPacked) {
+      const int64_t some = smaller(count - r0, kRowsPacked);
+      for (int64_t c = 0; c < k; c += block) {
+        const int64_t part = smaller(k - c, block);
+        const Left left = Pack::rows(scratch, rows, p0 + r0, some, k0 + c, part);
         for (int64_t r = 0; r < some; r += 16)
           Isa::transpose_lanes(scratch.right + ((r0 + r) * steps + c / Pack::kPerLane * 16), 16,
                                left.data + r * left.row, left.row, Pack::steps(part), 16);
+      }
     }
+  } else {
+    Pack::rows_to(scratch.right, scratch, rows, p0, count, k0, k, steps, Isa::template lanes_streamed<Element>(steps));
   }
 }
 
@@ -213,8 +210,15 @@ void stream_weights(Scratch& scratch, float* product, const Rows<Element>& rows,
           Ahead ahead;
           if (after) ahead = Pack::reads(*after, kPanel, k0, part);
           if (after == &weights[i]) ahead.row += (c + kPanel) * weights[i].column * sizeof(Element);
-          Isa::stream(weight, weights[i].column, smaller(n - c, kPanel), part, scratch.right, some,
-                      product + r0 * kLead + i * kColumns + c, kLead, accumulate || k0 > 0, ahead);
+          float* out = product + r0 * kLead + i * kColumns + c;
+          const int64_t columns = smaller(n - c, kPanel);
+          if constexpr (Isa::template kInTiles<Element>) {
+            Isa::stream(weight, weights[i].column, columns, part, scratch.right, some, out, kLead, accumulate || k0 > 0,
+                        ahead);
+          } else {
+            stream_dots<Isa>(weight, weights[i].column, columns, part, scratch.right, some, out, kLead,
+                             accumulate || k0 > 0, ahead);
+          }
         }
       }
     }

@@ -27,6 +27,9 @@ struct Ahead {
   }
 };
 
+// Lanes along k numbers where weights are streamed: whole vectors of every instruction set.
+constexpr int64_t streamed_steps(int64_t k, int64_t per_lane) { return ((k + per_lane - 1) / per_lane + 15) / 16 * 16; }
+
 using Quad = float __attribute__((vector_size(16)));
 
 // Columns at a time. For few rows all of them go side by side, which keeps memory busy; for many, four of them stay in
@@ -78,12 +81,12 @@ void dots(const Element* const* column, const Element* const* next, int64_t k, c
     }
 }
 
-// Isa::stream in terms of `dots`. Writes whole fours of columns.
+// product[r][c] (+)= <row r, column c> for n <= kDotColumns columns and `count` packed rows. Writes whole fours of
+// columns. `ahead` says where the next columns lie.
 template <class Isa, class Element>
 void stream_dots(const Element* weight, int64_t stride, int64_t n, int64_t k, const Lane* rows, int64_t count,
                  float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
-  constexpr int64_t kPerLane = Isa::template kPerLane<Element>;
-  const int64_t lead = Isa::template lanes_streamed<Element>(((k + kPerLane - 1) / kPerLane + 15) / 16 * 16);
+  const int64_t lead = Isa::template lanes_streamed<Element>(streamed_steps(k, Isa::template kPerLane<Element>));
   // Columns that are not there are the last one once more.
   const Element *column[kDotColumns], *next[kDotColumns];
   for (int64_t c = 0; c < kDotColumns; c++) {
