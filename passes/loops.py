@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from mok_compile.passes.view import name_of
+
 _ROUTING = ("router", "moe", "expert", "gate", "mixture")
 
 
@@ -16,7 +18,7 @@ def loop_behind(graph: fx.Graph) -> fx.Node | None:
     if not any(word in str(entry).lower() for node in graph.nodes for entry in _modules(node) for word in _ROUTING):
         return None
     for node in graph.nodes:
-        if _name(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user)):
+        if name_of(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user)):
             return node
     return None
 
@@ -26,7 +28,7 @@ def _modules(node: fx.Node) -> list:
 
 
 def _picks_indices(node: fx.Node) -> bool:
-    return _name(node) == "getitem" and node.args[1] == 1
+    return name_of(node) == "getitem" and node.args[1] == 1
 
 
 def _leaves(node: fx.Node) -> bool:
@@ -42,7 +44,3 @@ def _leaves(node: fx.Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return False
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

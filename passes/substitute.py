@@ -70,9 +70,7 @@ class Substitution:
         self._check_result(block)
         with self.adding() as nodes, self.graph.inserting_before(block.final):
             choice, problem = self._call(block)
-        for node in nodes:
-            self._end[node] = self.view.positions[block.final]
-        return Insertion(block, tuple(nodes), choice, problem)
+        return self._inserted(block, nodes, choice, problem)
 
     def repeat(self, block: Block, call: fx.Node) -> Insertion:
         """Adds ``mok::experts`` once more for a block that is this `call` of it."""
@@ -83,8 +81,10 @@ class Substitution:
         with self.adding() as nodes, self.graph.inserting_before(block.final):
             again = self._emit(block, call.target, *call.args[:-2], spec, choice.name)
             self._emit(block, operator.getitem, again, 0)
-        for node in nodes:
-            self._end[node] = self.view.positions[block.final]
+        return self._inserted(block, nodes, choice, problem)
+
+    def _inserted(self, block: Block, nodes: list[fx.Node], choice: Choice, problem: Problem) -> Insertion:
+        self._end |= dict.fromkeys(nodes, self.view.positions[block.final])
         return Insertion(block, tuple(nodes), choice, problem)
 
     @contextlib.contextmanager

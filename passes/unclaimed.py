@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mok_compile import ops
+from mok_compile.passes.view import name_of
 
 _CHOICES = ("topk", "argmax", "max")
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
@@ -52,7 +53,7 @@ def _meet(after: set[fx.Node], products: set[fx.Node]) -> bool:
     branches, which are added up."""
     both = after & products
     first = [node for node in both if both.isdisjoint(node.all_input_nodes)]
-    return any(_name(node) not in _JOINS for node in first)
+    return any(name_of(node) not in _JOINS for node in first)
 
 
 class _Weights:
@@ -71,7 +72,7 @@ class _Weights:
             given = node.all_input_nodes
             mine = [n for n in given if n in self.stack]
             if mine and len(mine) == len(given):
-                laid_out = _name(node) in _LAYS_OUT
+                laid_out = name_of(node) in _LAYS_OUT
                 first = _shape(mine[0])[0] if laid_out and _shape(mine[0]) else None
                 several = shape is not None and len(shape) > 2  # several tensors have no shape
                 self.stack[node] = first if laid_out else shape[0] if several else self.stack[mine[0]]
@@ -81,11 +82,11 @@ class _Weights:
 
 def _chosen_from(node: fx.Node) -> int | None:
     """Among how many the indices choose that `node` returns; None if it returns none."""
-    if node.op not in ("call_function", "call_method") or _name(node) not in _CHOICES or not node.args:
+    if node.op not in ("call_function", "call_method") or name_of(node) not in _CHOICES or not node.args:
         return None
     shape = _shape(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    dims = [*node.args[2 if _name(node) == "topk" else 1 :], *(v for k, v in node.kwargs.items() if k == "dim")]
-    last = (not dims and _name(node) == "topk") or any(
+    dims = [*node.args[2 if name_of(node) == "topk" else 1 :], *(v for k, v in node.kwargs.items() if k == "dim")]
+    last = (not dims and name_of(node) == "topk") or any(
         d in (-1, len(shape or ()) - 1) for d in dims[:1] if d is not None
     )
     return shape[-1] if shape and last and isinstance(shape[-1], int) and shape[-1] > 1 else None
@@ -130,7 +131,3 @@ def _related(node: fx.Node, step) -> set[fx.Node]:
 def _shape(node: fx.Node) -> torch.Size | None:
     example = node.meta.get("example_value")
     return example.shape if isinstance(example, torch.Tensor) else None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -281,7 +281,7 @@ class View:
     def _note_number(self, node: fx.Node) -> None:
         """Remembers which entry of which tensor a size is. The entries of `.tolist()` have no example of their own."""
         example = node.meta.get("example_value")
-        if not isinstance(example, torch.SymInt) or _name_of(node) != "item" or len(node.all_input_nodes) != 1:
+        if not isinstance(example, torch.SymInt) or name_of(node) != "item" or len(node.all_input_nodes) != 1:
             return
         entry = node.all_input_nodes[0]
         whole = entry.target is operator.getitem and isinstance(entry.args[1], int)
@@ -376,7 +376,8 @@ def _is_new(value: Value) -> bool:
     return value.op in _CREATE
 
 
-def _name_of(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """The name of what `node` calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -548,7 +549,7 @@ def _may_write(node: fx.Node, fake: Any) -> bool:
 def _writes(body: fx.GraphModule, dtype: torch.dtype) -> bool:
     """Whether `body` writes into a tensor that is, or may be, of this dtype."""
     for node in body.graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name_of(node)
         in_place = name.endswith("_") and not name.endswith("__")
         augmented = node.target in _AUGMENTED or name == "__setitem__" or "out" in node.kwargs
         mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -258,6 +258,15 @@ class Sorted(Ranged):
         return counts
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
 FORMS = {
     "hit": Hit,
     "ranged": Ranged,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from blocks import Stack
 from harness import compare
 from loops import FORMS, E, H, Hit, Mlp
 from test_changes import CHANGES
@@ -25,17 +26,6 @@ def proven(monkeypatch):
     return owners
 
 
-class Layers(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 def check(model, x=None, **settings):
     traced = Traced(model, **settings)
     compare(model, traced, tokens(2, 9) if x is None else x, tolerance=5e-5)
@@ -44,14 +34,14 @@ def check(model, x=None, **settings):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_proof_for_all_layers(form, proven):
-    model = Layers(*(FORMS[form]() for _ in range(3)))
+    model = Stack(*(FORMS[form]() for _ in range(3)))
     traced = check(model, fullgraph=True)
     assert traced.report.fused == 3, traced.report
     assert proven == [model.blocks[0]]
 
 
 def test_with_any_number_of_tokens(proven):
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     traced = Traced(model, dynamic=True, fullgraph=True)
     for length in (9, 5):
         compare(model, traced, tokens(2, length), tolerance=5e-5)
@@ -59,7 +49,7 @@ def test_with_any_number_of_tokens(proven):
 
 
 def test_the_number_of_a_layer_is_none_of_its_loop_s_business(proven):
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     for number, block in enumerate(model.blocks):
         block.layer_idx = number
     assert check(model).report.fused == 2
@@ -70,7 +60,7 @@ def test_the_number_of_a_layer_is_none_of_its_loop_s_business(proven):
 def test_a_layer_that_differs_has_its_own(what, proven):
     """What makes a compiled block be traced anew keeps it from sharing its neighbour's proof."""
     make, change = CHANGES[what]
-    model = Layers(make(), make())
+    model = Stack(make(), make())
     change(model.blocks[1])
     check(model)
     # The same make after all, or a change of an object that both layers hold.
@@ -114,7 +104,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_other_differences(what, proven):
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     DIFFERENT[what](model.blocks[1])
     if what == "their number":
         model.blocks[1].gate = nn.Linear(H, E + 1, bias=False)
@@ -122,7 +112,7 @@ def test_other_differences(what, proven):
     assert model.blocks[1] in proven or what == "a hook"
 
 
-class Modes(Layers):
+class Modes(Stack):
     def forward(self, x):
         with torch.no_grad():
             x = x + self.blocks[0](x)
@@ -140,7 +130,7 @@ def test_modes_are_part_of_it(proven):
 
 
 def test_training_of_one_layer(proven):
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     for block in model.blocks:
         for expert in block.experts:
             expert.act_fn = nn.Dropout(0.5)
@@ -153,7 +143,7 @@ def test_training_of_one_layer(proven):
 def test_a_refusal_is_shared_with_its_reason(proven):
     from mok_compile.integrations.loops import refused
 
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     for block in model.blocks:
         for expert in block.experts:
             expert.act_fn = nn.Dropout(0.5)
@@ -162,13 +152,13 @@ def test_a_refusal_is_shared_with_its_reason(proven):
 
 
 def test_nothing_is_kept_after_the_compile():
-    check(Layers(Hit(), Hit()))
+    check(Stack(Hit(), Hit()))
     assert not proofs._known
 
 
 def test_code_that_changes_between_two_compiles(monkeypatch, proven):
     """A method of a class is in no description: the next compile proves anew."""
-    model = Layers(Hit(), Hit())
+    model = Stack(Hit(), Hit())
     assert check(model).report.fused == 2
     monkeypatch.setattr(Mlp, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
     torch._dynamo.reset()

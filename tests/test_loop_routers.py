@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import compare
-from loops import E, Hit, Mlp, Ranged, Sorted, Stacked
+from loops import Checkpointed, E, Hit, Mlp, Ranged, Sorted, Stacked
 from routers import CASES, Routed
 from test_module_lists import Fewer, Traced, fresh, tokens  # noqa: F401  `fresh` is a fixture
 from torch import nn
@@ -182,15 +182,7 @@ def test_a_call_of_ones_own_stays_as_it_is():
 
 
 def test_a_checkpointed_loop():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Hit()
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
-
-    model = Model()
+    model = Checkpointed(Hit())
     traced = Traced(model, fullgraph=True)
     compare(model, traced, tokens(2, 9))
     assert [(site.op, bool(site.subgraph)) for site in traced.report.sites] == [("moe", True)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import assert_close, compare
-from loops import E, Hit, Mlp, Ranged, Sorted, Stacked
+from loops import Checkpointed, E, Hit, Mlp, Ranged, Sorted, Stacked
 from test_module_lists import Traced, fresh, tokens  # noqa: F401  `fresh` is a fixture
 from torch import nn
 
@@ -89,22 +89,14 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
 
 
 def test_in_a_checkpoint(monkeypatch):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Hit()
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
-
     x = tokens(2, 9)
-    traced = Traced(Model(), fullgraph=True)
+    traced = Traced(Checkpointed(Hit()), fullgraph=True)
     traced(x)
     (site,) = traced.report.sites
     assert site.subgraph and 0 < site.verify_error < 1e-4
     torch._dynamo.reset()
     lie(monkeypatch, other_activation)
-    model = Model()
+    model = Checkpointed(Hit())
     Traced(model)(x)
     assert model.block in loops.distrusted
 
