@@ -17,16 +17,9 @@ import os
 import time
 
 import torch
+from shapes import ONE_CARD, SHAPES
 from triton.testing import do_bench
 
-SHAPES = {  # H, I, E, K
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "olmoe-1b-7b": (2048, 1024, 64, 8),
-    "wide": (4096, 1024, 128, 8),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "deepseek-v3": (7168, 2048, 256, 8),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-}
 ACTIVATION = "silu(gate) * up"
 GRAPH_TOKENS = 512  # up to here inference is measured as a CUDA graph too,
 CALLS = 8  # of so many calls
@@ -260,7 +253,7 @@ def training_step(name, layers=4, batch=4, length=4096):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join(ONE_CARD))
     parser.add_argument("--tokens", default="1,16,128,512,2048,16384")
     parser.add_argument("--candidates", default="bound,op,mok,hf,hf-graphs,sonic")
     parser.add_argument("--routing", default="balanced,zipf", help="zipf concerns `op` alone")
