@@ -116,7 +116,7 @@ class Site:
     node: str = ""  # the node that was replaced, or where the proof broke
     graph: int = 0
     problem: Problem | None = None  # sizes and dtypes of a fused block
-    subgraph: str = ""  # the checkpointed body that the block lies in, empty for the graph itself
+    subgraph: str = ""  # the body that the block lies in (of a checkpoint, of a branch), empty for the graph itself
     slice: Slice | None = field(default=None, repr=False)  # what was proven; only when somebody watches
     router: RouterSpec | None = None  # the router that was fused too
     router_detail: str = ""  # why the router was not

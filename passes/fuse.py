@@ -64,20 +64,23 @@ def fuse(gm: fx.GraphModule, inputs: Sequence[Any] | None, options: Options, wat
 
 
 def _out_of_reach(node: fx.Node, gm: fx.GraphModule) -> list[Site]:
-    """The blocks in the bodies of a higher-order op that are left as they are: the branches of `torch.cond`, say."""
+    """The blocks in the bodies of a higher-order op that are left as they are: the branches of `torch.cond`, say. Those
+    that are the op already run fused there too."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
     if node.target is torch.ops.higher_order.tag_activation_checkpoint:
         return []
-    names = [arg.target for arg in node.all_input_nodes if arg.op == "get_attr"]
-    bodies = [body for name in names if isinstance(body := getattr(gm, name, None), fx.GraphModule)]
+    named = {arg.target: getattr(gm, arg.target, None) for arg in node.all_input_nodes if arg.op == "get_attr"}
+    bodies = {name: body for name, body in named.items() if isinstance(body, fx.GraphModule)}
     detail = f"the block is inside of {node.target.name()}, whose bodies are left as they are"
     sites = []
-    for name, body in zip(names, bodies, strict=False):
+    for name, body in bodies.items():
         found = _analyse(body)
         for anchors in [site.anchors for site in (*found.blocks, *found.misses)]:
             where = location(anchors)
             sites.append(Site("missed", "no-match", detail, where, node=node.name, subgraph=name))
+        direct = [_direct(inner) for inner in body.graph.nodes if ops.is_block(inner.target)]
+        sites += [replace(site, subgraph=name) for site in direct]
         sites += [site for inner in body.graph.nodes for site in _out_of_reach(inner, body)]
     return sites
 

@@ -168,17 +168,39 @@ def test_option_off():
     assert (site.op, site.reason, site.router_detail) == ("experts", None, "")
 
 
+SPEC = ExpertsSpec("silu(gate) * up", "concat", "float32").to_json()
+
+
+class OnesOwn(Routed):
+    """Calls the op itself."""
+
+    def experts(self, x, ids, weights):
+        return torch.ops.mok.experts(x, ids, weights, [self.up], [self.down], [], [], SPEC, "portable")[0]
+
+
 def test_a_call_of_ones_own_stays_as_it_is():
     """Only what was a loop is rewritten."""
-    spec = ExpertsSpec("silu(gate) * up", "concat", "float32").to_json()
-
-    class Model(Routed):
-        def experts(self, x, ids, weights):
-            return torch.ops.mok.experts(x, ids, weights, [self.up], [self.down], [], [], spec, "portable")[0]
-
-    traced = Traced(Model(), fullgraph=True)
+    traced = Traced(OnesOwn(), fullgraph=True)
     traced(tokens(14))
     assert [(site.op, site.detail) for site in traced.report.sites] == [("experts", "the model calls the op itself")]
+
+
+def test_a_call_of_ones_own_in_a_branch_of_the_graph_is_named():
+    """The bodies of a branch are left as they are; the op that is called there runs."""
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = OnesOwn()
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, self.block, lambda x: x * 2, (x,))
+
+    traced = Traced(Branch(), fullgraph=True)
+    traced(tokens(14))
+    (site,) = traced.report.sites
+    assert (site.status, site.op, site.detail) == ("fused", "experts", "the model calls the op itself")
+    assert site.subgraph.startswith("cond_true")
 
 
 def test_a_checkpointed_loop():
