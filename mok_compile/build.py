@@ -131,7 +131,11 @@ def _sm90() -> Target:
         folders=("cuda",),
         sources=(
             Source("cuda/ops.cpp"),
-            *(Source(f"cuda/sm90/{n}.cu") for n in ("forward", "input_grad", "weight_grad", "schedule", "combine")),
+            Source("cuda/exchange_ops.cpp"),
+            *(
+                Source(f"cuda/sm90/{n}.cu")
+                for n in ("forward", "input_grad", "weight_grad", "schedule", "combine", "exchange")
+            ),
         ),
         compiler=in_home if os.path.exists(in_home) else shutil.which("nvcc"),
         wants="nvcc of CUDA 12.8 or newer (the variable CUDA_HOME names its folder)",

@@ -1,63 +1,11 @@
 // The ops mok_sm90::*: tensors in, launches out. The callers (mok_compile/engines/sm90.py) allocate everything, have
 // checked shapes and dtypes, and pass the stream, so that this library needs nothing of libtorch's CUDA part.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
+#include "tensors.h"
 
 #include <algorithm>
-#include <optional>
-#include <vector>
-
-#include "sm90/arguments.h"
 
 namespace mok::sm90 {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
-using MaybeTensor = std::optional<Tensor>;
-using Doubles = std::vector<double>;
-
-void require(const char* error) { STD_TORCH_CHECK(error == nullptr, "mok-compile, sm90 engine: ", error); }
-
-Dtype dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::BFloat16:
-      return Dtype::kBFloat16;
-    case ScalarType::Half:
-      return Dtype::kFloat16;
-    case ScalarType::Float:
-      return Dtype::kFloat32;
-    case ScalarType::Int:
-      return Dtype::kInt32;
-    case ScalarType::Long:
-      return Dtype::kInt64;
-    default:
-      STD_TORCH_CHECK(false, "mok-compile, sm90 engine: unsupported dtype");
-  }
-}
-
-const void* data_of(const MaybeTensor& t) { return t ? t->data_ptr() : nullptr; }
-const void* data_of(const Tensors& list, size_t i) { return i < list.size() ? list[i].data_ptr() : nullptr; }
-
-Layout layout_of(int64_t layout) { return static_cast<Layout>(layout); }
-
-Activation activation_of(const Doubles& v) {
-  STD_TORCH_CHECK(v.size() == 8, "mok-compile, sm90 engine: an activation has 8 numbers");
-  return {int(v[0]), v[1] != 0, float(v[2]), float(v[3]), float(v[4]), float(v[5]), float(v[6]), float(v[7])};
-}
-
-Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down) {
-  return {x.size(0), x.size(1), down.size(2), down.size(0), ids.size(1)};
-}
-
-Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes) {
-  STD_TORCH_CHECK(scratch.numel() >= Plan::scratch(sizes), "mok-compile, sm90 engine: the plan needs more room");
-  return Plan::at(static_cast<int*>(scratch.data_ptr()), static_cast<const int*>(order.data_ptr()),
-                  static_cast<const int*>(offsets.data_ptr()), sizes);
-}
-
-void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream); }
 
 int64_t plan_scratch(int64_t tokens, int64_t experts, int64_t top_k) {
   return Plan::scratch({tokens, 0, 0, experts, top_k});
@@ -69,54 +17,144 @@ int64_t sort_scratch(int64_t tokens, int64_t experts, int64_t top_k) {
 
 int64_t score_rows(int64_t inner) { return score_tiles({0, 0, inner, 0, 0}); }
 
+// The tensors of a block and how it computes.
+struct Block {
+  Tensors up;
+  Tensor down;
+  int64_t layout;
+  bool transposed;
+  Doubles activation;
+};
+
+struct Rows {
+  Sizes sizes;
+  Plan plan;
+  int64_t stream;
+};
+
+// rows and h (if given) of sorted rows, from x; a is scratch.
+void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias, const Tensor& x,
+             const MaybeTensor& h, const Tensor& a, const Tensor& rows) {
+  require(forward({of.sizes,
+                   dtype_of(x),
+                   layout_of(block.layout),
+                   block.transposed,
+                   activation_of(block.activation),
+                   of.plan,
+                   x.data_ptr(),
+                   {data_of(block.up, 0), data_of(block.up, 1)},
+                   block.down.data_ptr(),
+                   {data_of(up_bias, 0), data_of(up_bias, 1)},
+                   data_of(down_bias),
+                   const_cast<void*>(data_of(h)),
+                   a.data_ptr(),
+                   rows.data_ptr()},
+                  stream_of(of.stream)));
+}
+
 // y, h (if given), order, offsets; plan, counts, a and rows are scratch.
 void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias, MaybeTensor down_bias,
                 int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h, Tensor order,
                 Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
   const Plan p = plan_of(plan, order, offsets, sizes);
-  require(schedule(
-      {sizes, ids.data_ptr(), dtype_of(ids), static_cast<int*>(order.data_ptr()), static_cast<int*>(offsets.data_ptr()),
-       static_cast<int*>(counts.data_ptr()), p, const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
-      stream_of(stream)));
-  require(forward({sizes,
-                   dtype_of(x),
-                   layout_of(layout),
-                   transposed,
-                   activation_of(activation),
-                   p,
-                   x.data_ptr(),
-                   {data_of(up, 0), data_of(up, 1)},
-                   down.data_ptr(),
-                   {data_of(up_bias, 0), data_of(up_bias, 1)},
-                   data_of(down_bias),
-                   const_cast<void*>(data_of(h)),
-                   a.data_ptr(),
-                   rows.data_ptr()},
-                  stream_of(stream)));
+  require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p,
+                    const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
+                   stream_of(stream)));
+  experts({sizes, p, stream}, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows);
   require(combine({sizes, dtype_of(x), p, rows.data_ptr(), sizes.hidden, weights.data_ptr(), dtype_of(weights),
-                   y.data_ptr(), dtype_of(y), sizes.hidden, nullptr, 0, nullptr},
+                   y.data_ptr(), dtype_of(y), sizes.hidden, nullptr, 0, nullptr, nullptr},
                   stream_of(stream)));
 }
 
-// A weight gradient's operands: `dense` [S, columns], of which the columns from `first` on count, by sorted row, and
-// `gathered` [T, columns] by token.
-struct Outer {
-  const void* dense;
-  int64_t dense_columns, dense_stride, first;
-  const Tensor& gathered;
-};
+// Where the rows' sums go in an exchange, instead of to this rank's own tokens.
+void push(const Rows& of, const Integers& numbers, const Group& group, const Tensor& rows, const Tensor* weights) {
+  if (sends_routes(numbers)) {
+    require(push_routes({group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
+    return;
+  }
+  CombineArguments sum{};
+  sum.sizes = of.sizes;
+  sum.dtype = sum.out_dtype = dtype_of(rows);
+  sum.plan = of.plan;
+  sum.rows = rows.data_ptr();
+  sum.columns = sum.out_stride = of.sizes.hidden;
+  if (weights) {
+    sum.weights = weights->data_ptr();
+    sum.weights_dtype = dtype_of(*weights);
+  }
+  sum.push = &group;
+  require(combine(sum, stream_of(of.stream)));
+}
 
-// out = per expert the sum over its rows of dense outer gathered, or the other way round.
-void outer(const Outer& in, bool dense_first, const Sizes& sizes, const Plan& plan, const Tensor& out, int ticket,
-           int64_t stream) {
-  const void* const dense = static_cast<const char*>(in.dense) + 2 * in.first;
-  const void* const gathered = in.gathered.data_ptr();
-  const int64_t columns = in.gathered.size(1);
-  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense_first ? dense : gathered,
-                       dense_first ? gathered : dense, dense_first ? in.dense_columns : columns,
-                       dense_first ? columns : in.dense_columns, in.dense_stride, !dense_first, out.data_ptr(), ticket},
-                      stream_of(stream)));
+// Forward of the part of an exchange between `publish` and `sum`: x, ids and weights are filled, with the tokens of all
+// ranks; as many sorted rows as `a` has may come.
+void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
+                         MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
+                         Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows,
+                         int64_t first_expert, Integers numbers, int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down);
+  const Group group = group_of(numbers);
+  require(
+      collect({group, sizes.top_k, first_expert, sizes.experts, ints_of(ids), static_cast<float*>(weights.data_ptr())},
+              stream_of(stream)));
+  FinishArguments end{group, sizes.top_k, nullptr, nullptr, nullptr, nullptr, a.size(0)};
+  if (sizes.experts > 0) {
+    Plan p = plan_of(plan, order, offsets, sizes);
+    p.room = a.size(0);
+    require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p},
+                     stream_of(stream)));
+    require(pull({group, sizes, p, x.data_ptr()}, stream_of(stream)));
+    const Rows of{sizes, p, stream};
+    experts(of, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows);
+    push(of, numbers, group, rows, &weights);
+    end.error = p.error;
+    end.count = p.rows;
+  }
+  require(finish(end, stream_of(stream)));
+}
+
+// The gradients through the down projection: dh, dscore, ddown (if given); `a` is scratch.
+void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
+                    const Tensor& dh, const Tensor& a, const Tensor& dscore, const MaybeTensor& ddown) {
+  require(down_grad({of.sizes, dtype_of(dy), layout_of(block.layout), block.transposed, activation_of(block.activation),
+                     of.plan, dy.data_ptr(), block.down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights),
+                     dh.data_ptr(), a.data_ptr(), static_cast<float*>(dscore.data_ptr())},
+                    stream_of(of.stream)));
+  if (ddown)
+    outer({a.data_ptr(), of.sizes.inner, of.sizes.inner, 0, dy}, block.transposed, of.sizes, of.plan, *ddown, 3,
+          of.stream);
+}
+
+// The rows of dx, from dh.
+void up_gradients(const Rows& of, const Block& block, const Tensor& dh, const Tensor& rows) {
+  require(up_grad({of.sizes,
+                   dtype_of(dh),
+                   layout_of(block.layout),
+                   block.transposed,
+                   of.plan,
+                   dh.data_ptr(),
+                   {data_of(block.up, 0), data_of(block.up, 1)},
+                   rows.data_ptr(),
+                   0,
+                   of.sizes.hidden},
+                  stream_of(of.stream)));
+}
+
+// The gradients of up.
+void up_weight_gradients(const Rows& of, const Block& block, const Tensor& dh, const Tensor& x, const Tensors& dup) {
+  const int64_t columns = dh.size(1) / std::max<int64_t>(1, dup.size());
+  for (size_t i = 0; i < dup.size(); ++i)
+    outer({dh.data_ptr(), columns, dh.size(1), int64_t(i) * columns, x}, !block.transposed, of.sizes, of.plan, dup[i],
+          4 + int(i), of.stream);
+}
+
+// The sums of score tiles: the gradients of the routing weights.
+void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweights) {
+  sum.dscore = static_cast<const float*>(dscore.data_ptr());
+  sum.dscore_tiles = score_tiles(sum.sizes);
+  sum.dweights = dweights.data_ptr();
+  sum.weights_dtype = dtype_of(dweights);
 }
 
 // The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
@@ -126,47 +164,63 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
                  Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights, Tensors dup, MaybeTensor ddown,
                  int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
-  const Plan p = plan_of(plan, order, offsets, sizes);
-  const Dtype dtype = dtype_of(x);
+  const Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
+  const Block block{up, down, layout, transposed, activation};
   STD_TORCH_CHECK(scratch.numel() >= sizes.slots() * std::max(sizes.hidden, sizes.inner),
                   "mok-compile, sm90 engine: backward needs more room");
-  require(replan(sizes, p, stream_of(stream)));
-  require(down_grad({sizes, dtype, layout_of(layout), transposed, activation_of(activation), p, dy.data_ptr(),
-                     down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data_ptr(),
-                     scratch.data_ptr(), static_cast<float*>(dscore.data_ptr())},
-                    stream_of(stream)));
-  if (ddown) outer({scratch.data_ptr(), sizes.inner, sizes.inner, 0, dy}, transposed, sizes, p, *ddown, 3, stream);
+  require(replan(sizes, of.plan, stream_of(stream)));
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown);
   CombineArguments sum{};
   sum.sizes = sizes;
-  sum.dtype = sum.out_dtype = dtype;
-  sum.plan = p;
+  sum.dtype = sum.out_dtype = dtype_of(x);
+  sum.plan = of.plan;
   if (dx) {
-    require(up_grad({sizes,
-                     dtype,
-                     layout_of(layout),
-                     transposed,
-                     p,
-                     dh.data_ptr(),
-                     {data_of(up, 0), data_of(up, 1)},
-                     scratch.data_ptr(),
-                     0,
-                     sizes.hidden},
-                    stream_of(stream)));
+    up_gradients(of, block, dh, scratch);
     sum.rows = scratch.data_ptr();
     sum.out = dx->data_ptr();
     sum.columns = sum.out_stride = sizes.hidden;
   }
-  if (dweights) {
-    sum.dscore = static_cast<const float*>(dscore.data_ptr());
-    sum.dscore_tiles = score_tiles(sizes);
-    sum.dweights = dweights->data_ptr();
-    sum.weights_dtype = dtype_of(*dweights);
-  }
+  if (dweights) add_scores(sum, dscore, *dweights);
   if (dx || dweights) require(combine(sum, stream_of(stream)));
-  const int64_t columns = dh.size(1) / std::max<int64_t>(1, dup.size());
-  for (size_t i = 0; i < dup.size(); ++i)
-    outer({dh.data_ptr(), columns, dh.size(1), int64_t(i) * columns, x}, !transposed, sizes, p, dup[i], 4 + int(i),
-          stream);
+  up_weight_gradients(of, block, dh, x, dup);
+}
+
+// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed, if asked
+// for; dweights [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with
+// which the exchange needs nothing more than `sum`.
+void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
+                          bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
+                          Tensor dh, Tensor scratch, Tensor dscore, bool need_x, MaybeTensor dweights, Tensors dup,
+                          MaybeTensor ddown, bool ends, Integers numbers, int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down);
+  const Group group = group_of(numbers);
+  Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
+  of.plan.room = dh.size(0);
+  const Block block{up, down, layout, transposed, activation};
+  STD_TORCH_CHECK(scratch.numel() >= of.plan.room * std::max(sizes.hidden, sizes.inner),
+                  "mok-compile, sm90 engine: backward needs more room");
+  require(replan(sizes, of.plan, stream_of(stream)));
+  require(wait_published(group, stream_of(stream)));
+  require(pull({group, sizes, of.plan, dy.data_ptr()}, stream_of(stream)));
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown);
+  if (need_x) {
+    up_gradients(of, block, dh, scratch);
+    push(of, numbers, group, scratch, nullptr);
+  }
+  if (dweights) {
+    CombineArguments sum{};
+    sum.sizes = sizes;
+    sum.dtype = sum.out_dtype = dtype_of(x);
+    sum.plan = of.plan;
+    add_scores(sum, dscore, *dweights);
+    require(combine(sum, stream_of(stream)));
+  }
+  if (ends)
+    require(
+        finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
+                of.plan.error, of.plan.rows, of.plan.room},
+               stream_of(stream)));
+  up_weight_gradients(of, block, dh, x, dup);
 }
 
 }  // namespace
@@ -184,6 +238,16 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
       "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
       "Tensor(i!)? ddown, int stream) -> ()");
+  m.def(
+      "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
+      "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(d!)? h, Tensor(e!) order, "
+      "Tensor(f!) offsets, Tensor(g!) plan, Tensor(i!) counts, Tensor(j!) a, Tensor(k!) rows, int first_expert, "
+      "int[] group, int stream) -> ()");
+  m.def(
+      "backward_parallel(Tensor(a!) dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
+      "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(b!) plan, Tensor(c!) dh, "
+      "Tensor(d!) scratch, Tensor(e!) dscore, bool need_x, Tensor(f!)? dweights, Tensor(g!)[] dup, "
+      "Tensor(i!)? ddown, bool ends, int[] group, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
@@ -195,6 +259,8 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
+  m.impl("forward_parallel", TORCH_BOX(&forward_parallel_op));
+  m.impl("backward_parallel", TORCH_BOX(&backward_parallel_op));
 }
 
 }  // namespace mok::sm90

@@ -11,12 +11,11 @@ same order; its outputs come back unrounded and unweighted, and the engine combi
 from __future__ import annotations
 
 import torch
-from torch._library.fake_impl import allocate_size
 
 from mok_compile import engines, ops, reference
 from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.routes import Routes
-from mok_compile.distributed.transports import Call, Operands, Saved, row_spec
+from mok_compile.distributed.transports import Call, Operands, Saved, row_spec, unknown_size
 from mok_compile.engines import Problem
 from mok_compile.grouped import empty_as
 
@@ -25,11 +24,11 @@ class Collectives:
     name = "collectives"
 
     def supports(self, call: Call, problem: Problem) -> str | None:
-        return None
+        return f"it has no options, got {call.options!r}" if call.options else None
 
     def saved(self, operands: Operands, call: Call) -> Saved:
         x, sharding = operands.x, call.sharding
-        rows = _unknown_size()
+        rows = unknown_size()
         columns = operands.down[0].shape[-1] * (2 if call.spec.gated else 1)
         plan = operands.ids.numel() + sharding.ranks * sharding.num_experts + rows
         return Saved(x.new_empty(rows, x.shape[1]), x.new_empty(rows, columns), x.new_empty(plan, dtype=torch.int32))
@@ -167,15 +166,6 @@ def _describe(operands: Operands, call: Call) -> str:
         f"{call.sharding.num_experts} experts, x [T, {', '.join(map(str, x.shape[1:]))}] {x.dtype}, "
         f"ids [T, {', '.join(map(str, ids.shape[1:]))}], weights {weights.dtype}, rows of {back} back, {call.spec}"
     )
-
-
-def _unknown_size() -> torch.SymInt:
-    """A size that only the data tells. Dynamo's flag about such sizes is passed by: it protects code that would branch
-    on them, and these are only handed from the forward to the backward pass."""
-    context = torch.library.get_ctx()
-    if context._shape_env is None:
-        return context.new_dynamic_size()  # raises what torch wants to see
-    return allocate_size(context._shape_env)
 
 
 transport = Collectives()

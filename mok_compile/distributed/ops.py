@@ -51,19 +51,20 @@ def call_of(
     return transports.choose(call, problem, transport), group, ranks, num_experts, spec.to_json(), chosen
 
 
-def _call(group, ranks, num_experts, spec, engine) -> Call:
-    return Call(ExpertsSpec.from_json(spec), engine, group, Sharding(num_experts, ranks))
+def _call(transport, group, ranks, num_experts, spec, engine) -> Call:
+    sharding, options = Sharding(num_experts, ranks), transports.options_of(transport)
+    return Call(ExpertsSpec.from_json(spec), engine, group, sharding, options)
 
 
 def _experts_parallel(*args):
-    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS:])
     with torch._C._DisableAutocast():
         y, saved = transports.get(transport).forward(operands, call, save=True)
     return y, saved.rows, saved.h, saved.plan
 
 
 def _experts_parallel_infer(*args):
-    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS:])
     with torch._C._DisableAutocast():
         return transports.get(transport).forward(operands, call, save=False)[0]
 
@@ -72,11 +73,11 @@ def _experts_parallel_backward(dy, *args):
     operands, saved = Operands(*args[:_TENSORS]), Saved(*args[_TENSORS : _TENSORS + 3])
     transport, *how, needs = args[_TENSORS + 3 :]
     with torch._C._DisableAutocast():
-        return transports.get(transport).backward(dy, operands, saved, _call(*how), needs)
+        return transports.get(transport).backward(dy, operands, saved, _call(transport, *how), needs)
 
 
 def _experts_parallel_fake(*args):
-    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS + 1 :])
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS:])
     saved = transports.get(transport).saved(operands, call)
     return _experts_parallel_infer_fake(*args), saved.rows, saved.h, saved.plan
 

@@ -13,24 +13,27 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from torch._library.fake_impl import allocate_size
 
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.engines import Problem
 from mok_compile.spec import ExpertsSpec, dtype_name
 
 # Best first; the last one runs everything.
-TRANSPORTS = ("collectives",)
+TRANSPORTS = ("peer_memory", "collectives")
 
 
 @dataclass(frozen=True)
 class Call:
     """What a call of ``mok::experts_parallel`` says beside its tensors: what the block computes, the engine that runs
-    a rank's experts, the group's name, its number of ranks, and the number of experts of all ranks together."""
+    a rank's experts, the group's name, its number of ranks, the number of experts of all ranks together, and what was
+    set of the transport."""
 
     spec: ExpertsSpec
     engine: str
     group: str
     sharding: Sharding
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,22 +91,38 @@ class Transport(Protocol):
 
 
 @cache
-def get(name: str) -> Transport:
-    """The transport called `name`. ValueError if there is none."""
+def get(text: str) -> Transport:
+    """The transport whose name is the first word of `text`. ValueError if there is none."""
+    name = text.partition(" ")[0]
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}; transports: {', '.join(TRANSPORTS)}")
     return importlib.import_module(f"mok_compile.distributed.{name}").transport
 
 
+def options_of(text: str) -> str:
+    """What `text` says after the transport's name."""
+    return text.partition(" ")[2]
+
+
 def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
-    """The best transport for a call, or the `wanted` one. ValueError if that one cannot run it."""
-    for name in TRANSPORTS if wanted == "auto" else (wanted,):
-        reason = get(name).supports(call, problem)
+    """The best transport for a call, or the `wanted` one: its name, then what is set of it. ValueError if that one
+    cannot run it."""
+    for text in TRANSPORTS if wanted == "auto" else (wanted,):
+        reason = get(text).supports(replace(call, options=options_of(text)), problem)
         if reason is None:
-            return name
+            return text
     raise ValueError(f"transport {wanted!r} cannot run this block: {reason}")
 
 
 def row_spec(spec: ExpertsSpec, dtype: torch.dtype) -> ExpertsSpec:
     """`spec` for rows that are combined elsewhere: what an expert makes of one row, in `dtype`."""
     return replace(spec, out_dtype=dtype_name(dtype))
+
+
+def unknown_size() -> torch.SymInt:
+    """A size that only the data tells. Dynamo's flag about such sizes is passed by: it protects code that would branch
+    on them, and these are only handed from the forward to the backward pass."""
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return context.new_dynamic_size()  # raises what torch wants to see
+    return allocate_size(context._shape_env)

@@ -174,13 +174,10 @@ def _ready(x, ids, weights, up, down, spec) -> bool | None:
     """Whether the weights are stored as [E, in, out] instead of [E, out, in]; None where the kernels cannot run: that
     depends on how the weights lie in memory and on the number of tokens, and the graph may come from elsewhere."""
     reason = _unsupported(spec, Problem.of(x, ids, weights, down))
-    tensors, transposed = (*up, *down), False
-    if reason is None and not all(w.is_contiguous() for w in tensors):
-        transposed = all(w.mT.is_contiguous() for w in tensors)
-        if not transposed:
-            reason = "it needs all weights stored as [experts, out, in], or all as [experts, in, out], without gaps"
-    if reason is None and any(w.data_ptr() % 16 for w in tensors):
-        reason = "it needs weights that start at a multiple of 16 bytes"
+    transposed = False
+    if reason is None:
+        found = storage(up, down)
+        reason, transposed = (found, False) if isinstance(found, str) else (None, found)
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
@@ -191,6 +188,18 @@ def _ready(x, ids, weights, up, down, spec) -> bool | None:
     if reason is not None:
         warn_once(f"mok-compile: the portable engine runs in place of sm90: {reason}")
         return None
+    return transposed
+
+
+def storage(up, down) -> bool | str:
+    """Whether the weights are stored as [E, in, out] instead of [E, out, in], or why the kernels cannot read them."""
+    tensors, transposed = (*up, *down), False
+    if not all(w.is_contiguous() for w in tensors):
+        transposed = all(w.mT.is_contiguous() for w in tensors)
+        if not transposed:
+            return "it needs all weights stored as [experts, out, in], or all as [experts, in, out], without gaps"
+    if any(w.data_ptr() % 16 for w in tensors):
+        return "it needs weights that start at a multiple of 16 bytes"
     return transposed
 
 

@@ -29,6 +29,8 @@ inline bool is_plain_silu(const Activation& f) {
          f.up_min == -kNone && f.up_max == kNone && f.up_offset == 0.0f;
 }
 
+struct Group;  // see exchange.h
+
 struct Sizes {
   int64_t tokens, hidden, inner, experts, top_k;
   int64_t slots() const { return tokens * top_k; }
@@ -51,6 +53,8 @@ struct Plan {
   int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] token of each sorted position
+  int* rows;           // 1: sorted rows that have an expert
+  int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
 
   static int64_t max_blocks(const Sizes& n) {
     const int64_t slots = n.slots();
@@ -62,7 +66,9 @@ struct Plan {
     int* const blocks = scratch + kHeader;
     int* const done = blocks + 4 * max_blocks(n);
     int* const position = done + max_blocks(n);
-    return {order, offsets, scratch, scratch + 1, scratch + 1 + kTickets, blocks, done, position, position + n.slots()};
+    return {order,    offsets, scratch,  scratch + 1,          scratch + 1 + kTickets,
+            blocks,   done,    position, position + n.slots(), scratch + 2 + kTickets,
+            n.slots()};
   }
 };
 
@@ -171,6 +177,7 @@ struct CombineArguments {
   const float* dscore;  // null: none
   int64_t dscore_tiles;
   void* dweights;
+  const Group* push;  // not null: the tokens are those of all its ranks, and the sums go there instead of to `out`
 };
 const char* combine(const CombineArguments& arguments, void* stream);
 

@@ -1,6 +1,7 @@
 // The sum over each token's slots, in slot order: the last step of forward (weighted) and of backward (of dx). One warp
 // per token and 256 columns; a slot's rows are read 16 bytes a lane, all slots in flight together.
 #include "launch.cuh"
+#include "peers.cuh"
 
 namespace mok::sm90 {
 namespace {
@@ -8,10 +9,13 @@ namespace {
 constexpr int kCombineThreads = 256, kColumns = 256;
 constexpr int kMaxSlots = 32;  // slots per token: one per lane
 
-template <class T>
+// kPush: the tokens are those of all ranks of `group`, and a sum goes into the window of its token's rank. Tokens
+// without an expert here have none.
+template <class T, bool kPush>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const T* rows, Plan plan, Numbers weights, Numbers out, int64_t out_stride, const float* dscore,
-                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs) {
+                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs,
+                   const __grid_constant__ Group group) {
   const int64_t task = (blockIdx.x * int64_t(kCombineThreads) + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   const int64_t token = task / slabs;
@@ -32,6 +36,7 @@ __global__ void __launch_bounds__(kCombineThreads)
       dweights.store(slot, sum);
     }
   }
+  if (kPush && (*plan.error != 0 || __ballot_sync(~0u, position >= 0) == 0)) return;
   float sum[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = poison;
@@ -60,15 +65,12 @@ __global__ void __launch_bounds__(kCombineThreads)
     }
   }
   if (column >= columns) return;
-  const int64_t at = token * out_stride + column;
-  if (out.dtype == Dtype::kFloat32) {
-    float4* const to = reinterpret_cast<float4*>(static_cast<float*>(out.data) + at);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  if constexpr (kPush) {
+    const int source = int(token / group.capacity);
+    const int64_t row = group.rank * group.capacity + (token - source * group.capacity);
+    store8<T>({in_window<T>(group, source, group.window.sums), out.dtype}, row * out_stride + column, sum);
   } else {
-    *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + at) =
-        make_uint4(Pair<T>::pack(sum[0], sum[1]), Pair<T>::pack(sum[2], sum[3]), Pair<T>::pack(sum[4], sum[5]),
-                   Pair<T>::pack(sum[6], sum[7]));
+    store8<T>(out, token * out_stride + column, sum);
   }
 }
 
@@ -78,10 +80,13 @@ const char* run(const CombineArguments& in, void* stream) {
   const int64_t threads = in.sizes.tokens * slabs * 32;
   const Numbers weights{const_cast<void*>(in.weights), in.weights_dtype}, out{in.out, in.out_dtype},
       dweights{in.dweights, in.weights_dtype};
-  combine_kernel<T><<<unsigned((threads + kCombineThreads - 1) / kCombineThreads), kCombineThreads, 0,
-                      static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,
-      int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs);
+  const auto launch = [&](auto kernel) {
+    kernel<<<unsigned((threads + kCombineThreads - 1) / kCombineThreads), kCombineThreads, 0,
+             static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,
+        int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs, in.push ? *in.push : Group{});
+  };
+  in.push ? launch(combine_kernel<T, true>) : launch(combine_kernel<T, false>);
   return check(cudaGetLastError());
 }
 

@@ -56,4 +56,17 @@ struct Numbers {
   }
 };
 
+// Eight neighbours from element `at` on, which lies at a multiple of 16 bytes, in float32 or T.
+template <class T>
+__device__ __forceinline__ void store8(const Numbers& to, int64_t at, const float (&v)[8]) {
+  if (to.dtype == Dtype::kFloat32) {
+    float4* const out = reinterpret_cast<float4*>(static_cast<float*>(to.data) + at);
+    out[0] = make_float4(v[0], v[1], v[2], v[3]);
+    out[1] = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + at) = make_uint4(
+        Pair<T>::pack(v[0], v[1]), Pair<T>::pack(v[2], v[3]), Pair<T>::pack(v[4], v[5]), Pair<T>::pack(v[6], v[7]));
+  }
+}
+
 }  // namespace mok::sm90

@@ -53,8 +53,8 @@ constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed op
 // one chunk nor two whole rows meet in a bank.
 constexpr uint32_t kPatchRow = 64, kPatch = 16 * kPatchRow;
 
-// Where a wait took too long, as the error word says it.
-enum Site : int { kTaskTold = 1, kTaskSlotFree, kFreeForBoxes, kFreeForRows, kStageFull, kTurn, kUpDone };
+// Where a wait took too long, as the error word says it; or that there is no room for all rows.
+enum Site : int { kTaskTold = 1, kTaskSlotFree, kFreeForBoxes, kFreeForRows, kStageFull, kTurn, kUpDone, kNoRoom };
 
 // What operations have in common: how B lies in a stage, and hooks that do nothing. `kSplit`: B is contiguous along N
 // and its halves of 96 columns take two chunks each, of which the second is used by half.

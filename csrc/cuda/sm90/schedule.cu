@@ -46,7 +46,8 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
   const int start = prefix_sum((rows + kBlockRows - 1) / kBlockRows, sums);
   if (e <= experts) starts[e] = start;
   __syncthreads();
-  const int blocks = starts[experts];
+  const bool full = ends[experts - 1] > plan.room;
+  const int blocks = full ? 0 : starts[experts];
   for (int b = blockIdx.x * blockDim.x + e; b < blocks; b += gridDim.x * blockDim.x) {
     int low = 0, high = experts;  // the last expert whose first block is at most b
     while (high - low > 1) {
@@ -63,7 +64,8 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
   if (blockIdx.x == 0) {
     if (e < Plan::kTickets) plan.tickets[e] = 0;
     if (e == 0) *plan.num_blocks = blocks;
-    if (e == 1) *plan.error = 0;
+    if (e == 1) *plan.error = full ? kNoRoom : 0;
+    if (e == 2) *plan.rows = ends[experts - 1];
   }
 }
 
@@ -129,6 +131,7 @@ __global__ void __launch_bounds__(kSortThreads)
     __syncwarp();
   }
   fill_plan(plan, experts, start + total, ends, starts, sums);
+  if (blockIdx.x == 0 && thread < experts && ends[experts - 1] > plan.room) offsets[thread] = 0;
   if (h) {
     const int64_t from = ends[experts - 1] * h_chunks, to = slots * h_chunks;
     for (int64_t i = from + blockIdx.x * blockDim.x + thread; i < to; i += gridDim.x * blockDim.x)

@@ -1,0 +1,298 @@
+// The steps of an exchange that are not part of a product: see exchange.h.
+#include "launch.cuh"
+#include "number.cuh"
+#include "peers.cuh"
+
+namespace mok::sm90 {
+namespace {
+
+constexpr int kExchangeThreads = 512;
+constexpr int kInFlight = 8;  // 16-byte chunks of a lane
+
+template <class Id>
+__device__ __forceinline__ int id_at(const void* ids, int64_t i, int experts) {
+  const int64_t id = static_cast<const Id*>(ids)[i];
+  return id >= 0 && id < experts ? int(id) : -1;
+}
+
+__device__ __forceinline__ int id_at(const void* ids, Dtype dtype, int64_t i, int experts) {
+  return dtype == Dtype::kInt64 ? id_at<int64_t>(ids, i, experts) : id_at<int32_t>(ids, i, experts);
+}
+
+// A warp copies `chunks` of 16 bytes.
+__device__ __forceinline__ void copy_row(uint4* to, const uint4* from, int chunks) {
+  const int lane = threadIdx.x % 32;
+  for (int first = lane; first < chunks; first += 32 * kInFlight) {
+    uint4 part[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + 32 * i < chunks) part[i] = ptx::load_once(from + first + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + 32 * i < chunks) to[first + 32 * i] = part[i];
+  }
+}
+
+__global__ void __launch_bounds__(kExchangeThreads)
+    publish_kernel(const __grid_constant__ Group g, const uint4* rows, int64_t chunks, const void* ids, Dtype ids_dtype,
+                   Numbers weights, int tokens, int experts, int top_k) {
+  const int64_t threads = int64_t(gridDim.x) * blockDim.x, thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (tokens <= g.capacity) {
+    uint4* const to = in_window<uint4>(g, g.rank, g.window.rows);
+    for (int64_t i = thread; i < chunks; i += threads * kInFlight) {
+      uint4 part[kInFlight];
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j)
+        if (i + j * threads < chunks) part[j] = ptx::load_once(rows + i + j * threads);
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j)
+        if (i + j * threads < chunks) to[i + j * threads] = part[j];
+    }
+    if (ids) {
+      int* const to_ids = in_window<int>(g, g.rank, g.window.ids);
+      float* const to_weights = in_window<float>(g, g.rank, g.window.weights);
+      for (int64_t i = thread; i < int64_t(tokens) * top_k; i += threads) {
+        to_ids[i] = id_at(ids, ids_dtype, i, experts);
+        to_weights[i] = weights.load(i);
+      }
+    }
+  }
+  if (thread == 0 && ids) header(g, g.rank)[Window::kTokens] = tokens;
+  if (is_last(g, Group::kPublishing)) tell_all(g, Window::kPublished);
+}
+
+// One CTA waits for all ranks, so that others find room on the device: what the late rank waits for may be among them.
+__global__ void __launch_bounds__(128) wait_kernel(const __grid_constant__ Group g, int which) {
+  wait_for_all(g, which);
+}
+
+__global__ void __launch_bounds__(kExchangeThreads)
+    collect_kernel(const __grid_constant__ Group g, int top_k, int first, int experts, int* ids, float* weights) {
+  const bool well = !has_failed(g);
+  const int64_t per_rank = g.capacity * top_k, slots = g.ranks * per_rank;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < slots; i += int64_t(gridDim.x) * blockDim.x) {
+    const int source = int(i / per_rank);
+    const int64_t slot = i - source * per_rank;
+    int id = -1;
+    float weight = 0.0f;
+    if (well) {
+      const int tokens = __ldcg(header(g, source) + Window::kTokens);
+      if (tokens > g.capacity) {
+        if (slot == 0) fail(g, Fault::kTokens, source, tokens, int(g.capacity));
+      } else if (slot < int64_t(tokens) * top_k) {
+        id = __ldcg(in_window<int>(g, source, g.window.ids) + slot) - first;
+        weight = __ldcg(in_window<float>(g, source, g.window.weights) + slot);
+      }
+    }
+    ids[i] = id >= 0 && id < experts ? id : -1;
+    weights[i] = weight;
+  }
+}
+
+// Warps go through the sorted rows, 32 at a time: a token is read for the first of its rows.
+__global__ void __launch_bounds__(kExchangeThreads)
+    pull_kernel(const __grid_constant__ Group g, Plan plan, int experts, int top_k, int hidden, uint4* rows) {
+  if (has_failed(g) || *plan.error != 0) return;
+  const int lane = threadIdx.x % 32, warps = gridDim.x * (kExchangeThreads / 32), chunks = hidden / 8;
+  const int count = plan.offsets[experts - 1], capacity = int(g.capacity);
+  for (int first = (blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32) * 32; first < count; first += warps * 32) {
+    const int row = first + lane;
+    int token = -1;
+    if (row < count) {
+      token = plan.token[row];
+      for (int k = 0; k < top_k; ++k) {
+        const int other = plan.position[int64_t(token) * top_k + k];
+        if (other >= 0 && other < row) {
+          token = -1;
+          break;
+        }
+      }
+    }
+    for (unsigned wanted = __ballot_sync(~0u, token >= 0); wanted; wanted &= wanted - 1) {
+      const int t = __shfl_sync(~0u, token, __ffs(wanted) - 1), source = t / capacity;
+      copy_row(rows + int64_t(t) * chunks,
+               in_window<uint4>(g, source, g.window.rows) + int64_t(t - source * capacity) * chunks, chunks);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kExchangeThreads)
+    finish_kernel(const __grid_constant__ Group g, int top_k, const int* ids, const float* scores, const int* error,
+                  const int* count, int room) {
+  const int64_t per_rank = g.capacity * top_k, slots = scores ? g.ranks * per_rank : 0;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < slots; i += int64_t(gridDim.x) * blockDim.x) {
+    const int source = int(i / per_rank);
+    if (ids[i] >= 0) in_window<float>(g, source, g.window.scores)[i - source * per_rank] = scores[i];
+  }
+  if (!is_last(g, Group::kPushing)) return;
+  if (threadIdx.x == 0 && error && *error != 0 && !has_failed(g)) {
+    const bool full = *count > room;
+    fail(g, full ? Fault::kRows : Fault::kStuck, g.rank, full ? *count : *error, room);
+  }
+  __syncthreads();
+  tell_all(g, Window::kFinished);
+}
+
+// The sorted rows [count, H], each into the place of its slot in its rank's window.
+__global__ void __launch_bounds__(kExchangeThreads)
+    push_routes_kernel(const __grid_constant__ Group g, Plan plan, int experts, int top_k, int hidden,
+                       const uint4* rows) {
+  if (*plan.error != 0) return;
+  const int warps = gridDim.x * (kExchangeThreads / 32), chunks = hidden / 8;
+  const int count = plan.offsets[experts - 1];
+  const int64_t per_rank = g.capacity * top_k;
+  for (int row = blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32; row < count; row += warps) {
+    const int slot = plan.order[row], source = int(slot / per_rank);
+    copy_row(in_window<uint4>(g, source, g.window.sums) + (slot - source * per_rank) * chunks,
+             rows + int64_t(row) * chunks, chunks);
+  }
+}
+
+// Sums what was pushed; or, with `position`, only fills that with the slots that have an expert.
+template <class T>
+__global__ void __launch_bounds__(kExchangeThreads)
+    sum_kernel(const __grid_constant__ Group g, const void* ids, Dtype ids_dtype, Numbers out, Numbers scores,
+               int tokens, int hidden, int top_k, int experts, int experts_per_rank, int* position) {
+  const float poison = has_failed(g) ? __int_as_float(0x7FC00000) : 0.0f;
+  const int lane = threadIdx.x % 32, warps = gridDim.x * (kExchangeThreads / 32);
+  const T* const sums = in_window<T>(g, g.rank, g.window.sums);
+  for (int token = blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32; token < tokens; token += warps) {
+    int holder = -1;  // the rank that has the expert of the lane's slot
+    if (lane < top_k) {
+      const int64_t slot = int64_t(token) * top_k + lane;
+      const int id = id_at(ids, ids_dtype, slot, experts);
+      if (id >= 0) holder = id / experts_per_rank;
+      if (position) position[slot] = id >= 0 ? int(slot) : -1;
+      if (scores.data)
+        scores.store(slot, poison + (id >= 0 ? __ldcg(in_window<float>(g, g.rank, g.window.scores) + slot) : 0.0f));
+    }
+    if (!out.data || position) continue;
+    int ranks[kInFlight];  // the first ones that have pushed, in order
+    int last = -1, pushed = 0;
+    float sum[8];
+    for (int column = lane * 8; column - lane * 8 < hidden; column += 32 * 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] = poison;
+      last = -1;
+      do {
+        pushed = 0;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const int next = int(__reduce_min_sync(~0u, unsigned(holder > last ? holder : kMaxRanks)));
+          ranks[i] = next;
+          if (next == kMaxRanks) break;
+          last = next;
+          ++pushed;
+        }
+        uint4 part[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+          if (i < pushed && column < hidden)
+            part[i] = __ldcg(
+                reinterpret_cast<const uint4*>(sums + (ranks[i] * g.capacity + token) * int64_t(hidden) + column));
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (i >= pushed || column >= hidden) break;
+          const uint32_t word[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 v = Pair<T>::unpack(word[j]);
+            sum[2 * j] += v.x;
+            sum[2 * j + 1] += v.y;
+          }
+        }
+      } while (pushed == kInFlight);
+      if (column < hidden) store8<T>(out, int64_t(token) * hidden + column, sum);
+    }
+  }
+  if (is_last(g, Group::kSumming) && threadIdx.x == 0) g.state[Group::kDone] += 1;
+}
+
+int grid_for(int64_t work, int most) {
+  const int64_t wanted = (work + kExchangeThreads - 1) / kExchangeThreads;
+  return wanted < 1 ? 1 : wanted < most ? int(wanted) : most;
+}
+
+}  // namespace
+
+const char* wait_published(const Group& group, void* stream) {
+  wait_kernel<<<1, 128, 0, static_cast<cudaStream_t>(stream)>>>(group, Window::kPublished);
+  return check(cudaGetLastError());
+}
+
+const char* publish(const PublishArguments& in, void* stream) {
+  const Sizes& n = in.sizes;
+  const int64_t chunks = n.tokens * n.hidden / 8;
+  publish_kernel<<<grid_for(chunks / kInFlight + n.slots() / 4, 2 * multiprocessors()), kExchangeThreads, 0,
+                   static_cast<cudaStream_t>(stream)>>>(
+      in.group, static_cast<const uint4*>(in.rows), chunks, in.ids, in.ids_dtype,
+      Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts), int(n.top_k));
+  return check(cudaGetLastError());
+}
+
+const char* collect(const CollectArguments& in, void* stream) {
+  const int64_t slots = in.group.ranks * in.group.capacity * in.top_k;
+  collect_kernel<<<grid_for(slots, multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.group, int(in.top_k), int(in.first_expert), int(in.experts), in.ids, in.weights);
+  return check(cudaGetLastError());
+}
+
+const char* pull(const PullArguments& in, void* stream) {
+  const Sizes& n = in.sizes;
+  if (n.experts == 0) return nullptr;
+  pull_kernel<<<2 * multiprocessors(), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.group, in.plan, int(n.experts), int(n.top_k), int(n.hidden), static_cast<uint4*>(in.rows));
+  return check(cudaGetLastError());
+}
+
+const char* push_routes(const PushArguments& in, void* stream) {
+  const Sizes& n = in.sizes;
+  push_routes_kernel<<<2 * multiprocessors(), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.group, in.plan, int(n.experts), int(n.top_k), int(n.hidden), static_cast<const uint4*>(in.rows));
+  return check(cudaGetLastError());
+}
+
+const char* finish(const FinishArguments& in, void* stream) {
+  const int64_t slots = in.scores ? in.group.ranks * in.group.capacity * in.top_k : 1;
+  finish_kernel<<<grid_for(slots, multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.group, int(in.top_k), in.ids, in.scores, in.error, in.count, int(in.room));
+  return check(cudaGetLastError());
+}
+
+namespace {
+
+template <class T>
+const char* run_sum(const SumArguments& in, void* stream) {
+  const Sizes& n = in.sizes;
+  const Numbers out{in.out, in.out_dtype}, scores{in.scores, in.scores_dtype};
+  sum_kernel<T>
+      <<<grid_for(n.tokens * 32, 4 * multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+          in.group, in.ids, in.ids_dtype, out, scores, int(n.tokens), int(n.hidden), int(n.top_k), int(n.experts),
+          int(in.experts_per_rank), in.position);
+  return check(cudaGetLastError());
+}
+
+}  // namespace
+
+const char* sum(const SumArguments& in, void* stream) {
+  if (in.sizes.top_k > 32) return "more slots per token than a warp has lanes";
+  wait_kernel<<<1, 128, 0, static_cast<cudaStream_t>(stream)>>>(in.group, Window::kFinished);
+  const char* const error =
+      in.dtype == Dtype::kBFloat16 ? run_sum<__nv_bfloat16>(in, stream) : run_sum<__half>(in, stream);
+  if (error || !in.position || !in.out) return error;
+  // Routes that came one by one are combined as those of one rank, with the same bits.
+  CombineArguments all{};
+  all.sizes = in.sizes;
+  all.dtype = in.dtype;
+  all.plan.position = in.position;
+  all.plan.error = in.group.state + Group::kFailed;
+  all.rows = in.routes;
+  all.columns = all.out_stride = in.sizes.hidden;
+  all.weights = in.weights;
+  all.weights_dtype = in.weights_dtype;
+  all.out = in.out;
+  all.out_dtype = in.out_dtype;
+  return combine(all, stream);
+}
+
+}  // namespace mok::sm90

@@ -1,0 +1,154 @@
+// Expert parallelism: the ranks of a group, each with its own tokens and its own experts, and how a token's row finds
+// the rank of an expert and the result its way back. Plain C++, as arguments.h, whose legend holds.
+//
+// One *exchange* is one pass (forward, or backward) of one block over all ranks:
+//
+//   publish   every rank copies its rows (x, or dy) and its routing into its window and tells the others so
+//   collect   every rank reads the routing of all ranks: from here on it works on the tokens of all ranks as if they
+//             were its own, number source * capacity + token, of which those without an expert here have none
+//   pull      the rows that are needed here are read from the other ranks' windows, each once
+//   push      the sum over a token's slots here goes into its rank's window, one row for each pair of ranks
+//   sum       every rank adds up what the ranks have pushed, in order of the ranks
+//
+// Nothing but the two flags of a pair of ranks (published, finished) tells them of each other, and no window needs to
+// be double: a rank publishes again only once all ranks have finished, hence read; it is written into only after it has
+// published again, hence has summed.
+#pragma once
+
+#include "arguments.h"
+
+namespace mok::sm90 {
+
+constexpr int kMaxRanks = 72;
+
+// Where things lie in a window, in bytes. The same on all ranks.
+struct Window {
+  int64_t ids;      // [capacity][K] int32, -1: no expert
+  int64_t weights;  // [capacity][K] float
+  int64_t rows;     // [capacity][H]
+  int64_t sums;     // [ranks][capacity][H], or [capacity][K][H] if routes are sent one by one
+  int64_t scores;   // [capacity][K] float
+  int64_t bytes;
+
+  // In ints, at the start: number of tokens; the first fault of any rank, see Fault; flags by rank.
+  enum Header : int { kTokens, kClaimed, kFault, kPublished = 16, kFinished = kPublished + kMaxRanks };
+  static constexpr int64_t kHeaderBytes = 1024;
+
+  static Window of(int64_t ranks, int64_t capacity, int64_t hidden, int64_t top_k, bool routes) {
+    const auto round = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+    Window w{};
+    w.ids = kHeaderBytes;
+    w.weights = w.ids + round(capacity * top_k * 4);
+    w.rows = w.weights + round(capacity * top_k * 4);
+    w.sums = w.rows + round(capacity * hidden * 2);
+    w.scores = w.sums + round((routes ? top_k : ranks) * capacity * hidden * 2);
+    w.bytes = w.scores + round(capacity * top_k * 4);
+    return w;
+  }
+};
+
+// What went wrong first, on which rank: kFault holds the kind, the ints after it the numbers. All ranks get to know it,
+// leave their waits, and write NaN; the host finds it in `Group::report` at its next call.
+enum class Fault : int {
+  kNone,
+  kNotPublished,  // `peer` did not publish in time
+  kNotFinished,   // `peer` did not finish in time
+  kTokens,        // `peer` has `have` tokens, there is room for `room`
+  kRows,          // `have` rows came to `rank`, there is room for `room`
+  kStuck,         // a wait inside the kernels, at Site `have`
+};
+struct FaultNumbers {
+  static constexpr int kRank = 1, kPeer = 2, kExchange = 3, kHave = 4, kRoom = 5, kCount = 6;
+};
+
+struct Group {
+  int rank, ranks;
+  int64_t capacity;        // tokens that a rank can have
+  Window window;           // where things lie in each
+  const int64_t* windows;  // on the device: the ranks' windows' addresses
+  int* state;              // this rank's own counters, State ints, zero before the first exchange
+  int* report;             // memory of the host: FaultNumbers::kCount ints
+  int64_t timeout;         // nanoseconds
+
+  enum State : int { kDone, kFailed, kPublishing, kPushing, kSumming, kStates = 16 };
+};
+
+// `sizes`: of this rank's tokens, but of the experts of all ranks. Without ids the routing stays as it was.
+struct PublishArguments {
+  Group group;
+  Sizes sizes;
+  const void* rows;
+  const void* ids;
+  Dtype ids_dtype;
+  const void* weights;
+  Dtype weights_dtype;
+};
+const char* publish(const PublishArguments& arguments, void* stream);
+
+// Waits until all ranks have published, on the device.
+const char* wait_published(const Group& group, void* stream);
+
+// The routing of the tokens of all ranks: ids [ranks * capacity, K], counted from this rank's first expert, -1 for
+// those of other ranks, and weights.
+struct CollectArguments {
+  Group group;
+  int64_t top_k, first_expert, experts;
+  int* ids;
+  float* weights;
+};
+const char* collect(const CollectArguments& arguments, void* stream);
+
+// Into rows [ranks * capacity, H], those of the tokens that have an expert here.
+struct PullArguments {
+  Group group;
+  Sizes sizes;  // of the tokens of all ranks
+  Plan plan;
+  void* rows;
+};
+const char* pull(const PullArguments& arguments, void* stream);
+
+// The rows of all routes one by one, for sums that have the bits of one process. Otherwise `combine` pushes.
+struct PushArguments {
+  Group group;
+  Sizes sizes;  // of the tokens of all ranks
+  Plan plan;
+  const void* rows;
+};
+const char* push_routes(const PushArguments& arguments, void* stream);
+
+// Tells the other ranks that this one has pushed all. With scores [ranks * capacity, K], these are pushed before: those
+// of the slots that have an expert here.
+struct FinishArguments {
+  Group group;
+  int64_t top_k;
+  const int* ids;  // as collected
+  const float* scores;
+  const int* error;  // of the plan; null if there were no experts here
+  const int* count;  // sorted rows, for which there was
+  int64_t room;
+};
+const char* finish(const FinishArguments& arguments, void* stream);
+
+// out [T, H], if given, = sum of what the ranks have pushed; scores [T, K], if given, as they were pushed, 0 for slots
+// without an expert. `experts_per_rank` tells which rank has pushed what. Waits for all ranks and ends the exchange.
+struct SumArguments {
+  Group group;
+  Sizes sizes;  // as for publish
+  Dtype dtype;
+  int64_t experts_per_rank;
+  const void* ids;
+  Dtype ids_dtype;
+  void* out;
+  Dtype out_dtype;
+  void* scores;
+  Dtype scores_dtype;
+  // Where routes came one by one: scratch [T, K], where they lie in this rank's window, and what they are weighted with
+  // (null: all one).
+  int* position;
+  const void* routes;
+  const void* weights;
+  Dtype weights_dtype;
+};
+const char* sum(const SumArguments& arguments, void* stream);
+
+}  // namespace mok::sm90

@@ -1,0 +1,98 @@
+// Tensors and numbers of torch's ops as the kernels' launchers take them.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "sm90/exchange.h"
+
+namespace mok::sm90 {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using Doubles = std::vector<double>;
+using Integers = std::vector<int64_t>;
+
+inline void require(const char* error) { STD_TORCH_CHECK(error == nullptr, "mok-compile, sm90 engine: ", error); }
+
+inline Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    case ScalarType::Float:
+      return Dtype::kFloat32;
+    case ScalarType::Int:
+      return Dtype::kInt32;
+    case ScalarType::Long:
+      return Dtype::kInt64;
+    default:
+      STD_TORCH_CHECK(false, "mok-compile, sm90 engine: unsupported dtype");
+  }
+}
+
+inline const void* data_of(const MaybeTensor& t) { return t ? t->data_ptr() : nullptr; }
+inline const void* data_of(const Tensors& list, size_t i) { return i < list.size() ? list[i].data_ptr() : nullptr; }
+inline int* ints_of(const Tensor& t) { return static_cast<int*>(t.data_ptr()); }
+
+inline Layout layout_of(int64_t layout) { return static_cast<Layout>(layout); }
+
+inline Activation activation_of(const Doubles& v) {
+  STD_TORCH_CHECK(v.size() == 8, "mok-compile, sm90 engine: an activation has 8 numbers");
+  return {int(v[0]), v[1] != 0, float(v[2]), float(v[3]), float(v[4]), float(v[5]), float(v[6]), float(v[7])};
+}
+
+inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down) {
+  return {x.size(0), x.size(1), down.size(2), down.size(0), ids.size(1)};
+}
+
+inline Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes) {
+  STD_TORCH_CHECK(scratch.numel() >= Plan::scratch(sizes), "mok-compile, sm90 engine: the plan needs more room");
+  return Plan::at(ints_of(scratch), ints_of(order), ints_of(offsets), sizes);
+}
+
+inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream); }
+
+// As mok_compile/distributed/windows.py packs it.
+inline Group group_of(const Integers& v) {
+  STD_TORCH_CHECK(v.size() == 10, "mok-compile, sm90 engine: a group has 10 numbers");
+  Group g{};
+  g.rank = int(v[0]);
+  g.ranks = int(v[1]);
+  g.capacity = v[2];
+  g.window = Window::of(v[1], v[2], v[3], v[4], v[5] != 0);
+  g.windows = reinterpret_cast<const int64_t*>(v[6]);
+  g.state = reinterpret_cast<int*>(v[7]);
+  g.report = reinterpret_cast<int*>(v[8]);
+  g.timeout = v[9];
+  return g;
+}
+inline bool sends_routes(const Integers& group) { return group[5] != 0; }
+
+// A weight gradient's operands: `dense` [S, columns], of which the columns from `first` on count, by sorted row, and
+// `gathered` [T, columns] by token.
+struct Outer {
+  const void* dense;
+  int64_t dense_columns, dense_stride, first;
+  const Tensor& gathered;
+};
+
+// out = per expert the sum over its rows of dense outer gathered, or the other way round.
+inline void outer(const Outer& in, bool dense_first, const Sizes& sizes, const Plan& plan, const Tensor& out,
+                  int ticket, int64_t stream) {
+  const void* const dense = static_cast<const char*>(in.dense) + 2 * in.first;
+  const void* const gathered = in.gathered.data_ptr();
+  const int64_t columns = in.gathered.size(1);
+  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense_first ? dense : gathered,
+                       dense_first ? gathered : dense, dense_first ? in.dense_columns : columns,
+                       dense_first ? columns : in.dense_columns, in.dense_stride, !dense_first, out.data_ptr(), ticket},
+                      stream_of(stream)));
+}
+
+}  // namespace mok::sm90

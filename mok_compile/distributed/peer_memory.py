@@ -1,0 +1,290 @@
+"""The transport of GPUs that reach each other's memory (NVLink): no host synchronisation, each token once per rank.
+
+The kernels of the sm90 engine read the tokens that they need from the other ranks' windows, and write back one row per
+token and rank: the sum over the token's experts there, in slot order, rounded once; the token's rank adds these up in
+order of the ranks. With `exact` every route comes back on its own instead and is combined as in one
+process, to the same bits. See csrc/cuda/sm90/exchange.h for the steps and `Options` for what can be set.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import zlib
+from dataclasses import dataclass, fields
+
+import torch
+
+from mok_compile import build, ops
+from mok_compile.distributed.peers import Peers
+from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
+from mok_compile.distributed.windows import Shape, Windows, release, windows_for
+from mok_compile.engines import Problem, sm90
+from mok_compile.grouped import empty_as, grouped_sum
+
+MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be set, also as text: ``"peer_memory room=1.5 exact=1"``.
+
+    room: rows that a rank can take from all ranks, as a multiple of an even share (more of them are an error on all
+    ranks, nothing is dropped). max_tokens: tokens that a rank can have; without it, as many as the largest rank has in
+    the first call. timeout: seconds that a rank waits for another. exact: every route comes back on its own, for the
+    bits of one process.
+    """
+
+    room: float = 2.0
+    max_tokens: int = 0
+    timeout: float = 300.0
+    exact: bool = False
+
+    @staticmethod
+    @functools.lru_cache
+    def parse(text: str) -> Options:
+        """From the words after the transport's name. ValueError for what is no option or no value of it."""
+        kinds = {f.name: type(f.default) for f in fields(Options)}
+        given = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if name not in kinds or not equals:
+                raise ValueError(f"peer_memory: {word!r} is none of {', '.join(f'{n}=...' for n in kinds)}")
+            try:
+                given[name] = bool(int(value)) if kinds[name] is bool else kinds[name](value)
+            except ValueError as error:
+                raise ValueError(f"peer_memory: {name}={value!r}: {error}") from None
+        found = Options(**given)
+        if not found.room > 0 or not found.timeout > 0 or found.max_tokens < 0:
+            raise ValueError(f"peer_memory: room and timeout are positive, max_tokens is not negative: {text!r}")
+        return found
+
+
+class PeerMemory:
+    name = "peer_memory"
+
+    def supports(self, call: Call, problem: Problem) -> str | None:
+        if call.engine != "sm90":
+            return f"it is part of the engine sm90, and the experts run on {call.engine}"
+        if call.spec.weight_on != "output":
+            return "it weights the experts' outputs, and these experts' inputs are weighted"
+        if call.sharding.ranks > MAX_RANKS:
+            return f"it connects at most {MAX_RANKS} ranks"
+        return _reachable(call.group, call.sharding.ranks, problem.device)
+
+    def saved(self, operands: Operands, call: Call) -> Saved:
+        x = operands.x
+        columns = operands.down[0].shape[-1] * (2 if call.spec.gated else 1)
+        rows, h, plan = unknown_size(), unknown_size(), unknown_size()
+        return Saved(x.new_empty(rows, x.shape[1]), x.new_empty(h, columns), x.new_empty(plan, dtype=torch.int32))
+
+    def forward(self, operands: Operands, call: Call, *, save: bool) -> tuple[torch.Tensor, Saved | None]:
+        block = _Block.of(operands, call)
+        x, ids = sm90._aligned(operands.x), sm90._ids(operands.ids)
+        weights, windows, spec = operands.weights.contiguous(), block.windows, call.spec
+        tokens, slots = windows.tokens, windows.tokens * ids.shape[1]
+        rows = x.new_empty(tokens, x.shape[1])
+        h = x.new_empty(block.room, block.columns) if save else None
+        order, offsets = sm90._int32(x, slots), sm90._int32(x, block.experts)
+        all_ids, all_weights = (
+            order.new_empty(tokens, ids.shape[1]),
+            x.new_empty(tokens, ids.shape[1], dtype=torch.float32),
+        )
+        y = x.new_empty(x.shape, dtype=spec.dtype)
+        stream, kernels = sm90._stream(x), torch.ops.mok_sm90
+        with windows.exchange() as group, torch.cuda.device(x.device):
+            kernels.publish(x, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
+            _check_tokens(x.shape[0], windows)
+            if block.experts:
+                plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
+                counts = sm90._int32(x, kernels.sort_scratch(tokens, block.experts, ids.shape[1]))
+                a, out = x.new_empty(block.room, block.inner), x.new_empty(block.room, x.shape[1])
+                kernels.forward_parallel(
+                    rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
+                    block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out,
+                    call.sharding.first(windows.rank), group, stream,
+                )  # fmt: skip
+                del a, out
+            else:
+                kernels.finish(all_ids, None, None, 0, group, stream)
+            _sum(block, call, ids, weights, y, None, group, stream)
+        if not save:
+            return y, None
+        plan = torch.cat([order, offsets, all_ids.view(-1), all_weights.view(-1).view(torch.int32)])
+        return y, Saved(rows, h, plan)
+
+    def backward(
+        self, dy: torch.Tensor, operands: Operands, saved: Saved, call: Call, needs: list[bool]
+    ) -> list[torch.Tensor]:
+        block = _Block.of(operands, call)
+        x, ids, windows = operands.x, sm90._ids(operands.ids), block.windows
+        need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
+        tokens, top_k = windows.tokens, ids.shape[1]
+        if saved.rows.shape[0] != tokens:
+            raise RuntimeError(
+                "mok::experts_parallel: between this block's forward and backward pass its windows were made anew"
+            )
+        slots = tokens * top_k
+        order, offsets, all_ids, all_weights = saved.plan.split([slots, block.experts, slots, slots])
+        all_ids, all_weights = all_ids.view(tokens, top_k), all_weights.view(torch.float32).view(tokens, top_k)
+        dy = sm90._aligned(dy.to(x.dtype))
+        all_dy = torch.empty_like(saved.rows)
+        dx = empty_as(x).contiguous() if need_x else None
+        dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
+        up_grads = [empty_as(w) for w in operands.up] if need_up else []
+        down_grads = [empty_as(w) for w in operands.down] if need_down else []
+        bias_grads: list[torch.Tensor] = []
+        stream, kernels = sm90._stream(x), torch.ops.mok_sm90
+        with windows.exchange() as group, torch.cuda.device(x.device):
+            kernels.publish(dy, None, None, top_k, call.sharding.num_experts, group, stream)
+            # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
+            if block.experts:
+                plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
+                dh = torch.empty_like(saved.h)
+                score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
+                scores = x.new_empty(tokens, top_k, dtype=torch.float32)
+                size = block.room * max(block.hidden, block.inner)
+                scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
+                alone = block.down_bias is None
+                kernels.backward_parallel(
+                    all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
+                    block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
+                    True, scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
+                )  # fmt: skip
+                del scratch
+                if not alone:
+                    scores += sm90._bias_score(all_dy, all_ids, block.down_bias)
+                    kernels.finish(all_ids, scores, plan, block.room, group, stream)
+                bias_grads = _bias_grads(
+                    block, operands, dh, all_dy, all_weights, order, offsets, need_up_bias, need_down_bias
+                )
+            else:
+                kernels.finish(all_ids, None, None, 0, group, stream)
+                bias_grads = [empty_as(b) for b in (*operands.up_bias, *operands.down_bias)]
+                bias_grads = bias_grads[
+                    0 if need_up_bias else len(operands.up_bias) : None if need_down_bias else len(operands.up_bias)
+                ]
+            _sum(block, call, ids, None, dx, dweights, group, stream)
+        return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A call as the kernels take it. `room`: sorted rows that there is memory for; `columns`: those of h."""
+
+    windows: Windows
+    experts: int
+    hidden: int
+    inner: int
+    columns: int
+    room: int
+    half: bool
+    layout: int
+    transposed: bool
+    activation: list[float]
+    up_bias: list[torch.Tensor]
+    down_bias: torch.Tensor | None
+
+    @staticmethod
+    def of(operands: Operands, call: Call) -> _Block:
+        x, ids, down = operands.x, operands.ids, operands.down
+        options, sharding, spec = Options.parse(call.options), call.sharding, call.spec
+        peers = Peers(call.group, sharding.ranks, x.device)
+        problem, transposed = _problem(operands, call, peers.rank)
+        shape = Shape(call.group, x.device, x.shape[-1], ids.shape[-1], options.exact)
+        windows = windows_for(shape, peers, x.shape[0], _describe(operands, call), problem, options)
+        experts, hidden, inner = down[0].shape
+        most = windows.tokens * min(ids.shape[1], experts)
+        room = min(most, int(options.room * windows.capacity * ids.shape[1]) + 127)
+        layout, activation = sm90._how(spec)
+        biases = [sm90._aligned(b) for b in operands.up_bias]
+        down_bias = sm90._aligned(operands.down_bias[0]) if operands.down_bias else None
+        columns = 2 * inner if spec.gated else inner
+        return _Block(
+            windows, experts, hidden, inner, columns, room // 128 * 128, x.dtype == torch.float16,
+            layout, transposed, activation, biases, down_bias,
+        )  # fmt: skip
+
+
+def _sum(block: _Block, call: Call, ids, weights, y, dweights, group: list[int], stream: int) -> None:
+    """Waits, on the device, for all ranks and fills what is given of y [T, H] and dweights [T, K]."""
+    windows, exact = block.windows, block.windows.shape.exact
+    position = torch.empty(ids.shape, dtype=torch.int32, device=ids.device) if exact and y is not None else None
+    sharding = call.sharding
+    torch.ops.mok_sm90.sum(
+        ids, weights if exact else None, windows.shape.hidden, sharding.num_experts, sharding.per_rank, block.half,
+        y, dweights, position, windows.own.data_ptr(), group, stream,
+    )  # fmt: skip
+
+
+def _bias_grads(block, operands, dh, dy, weights, order, offsets, need_up_bias, need_down_bias) -> list[torch.Tensor]:
+    found = []
+    if need_up_bias:
+        for b, part in zip(block.up_bias, dh.chunk(max(1, len(block.up_bias)), 1), strict=False):
+            found += grouped_sum(part, offsets, b)
+    if need_down_bias:
+        slot = order[: dh.shape[0]].long()
+        dout = dy[slot // weights.shape[1]] * weights.reshape(-1)[slot][:, None]
+        found += grouped_sum(dout.to(dy.dtype), offsets, operands.down_bias[0])
+    return found
+
+
+def _check_tokens(tokens: int, windows: Windows) -> None:
+    """ValueError if this rank has more tokens than there is room for; the others find out from what it published."""
+    if tokens > windows.capacity:
+        release(windows.shape)
+        raise ValueError(
+            f"mok::experts_parallel: rank {windows.rank} has {tokens} tokens, and there is room for {windows.capacity}, "
+            'as many as the largest rank had in the first call: set transport="peer_memory max_tokens=..."'
+        )
+
+
+def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, bool]:
+    """Why this rank's arguments cannot be used, or None; whether its weights are stored as [E, in, out]."""
+    x, ids, weights, up, down = operands.x, operands.ids, operands.weights, operands.up, operands.down
+    expected = call.sharding.size(rank)
+    if operands.local_experts != expected:
+        return f"its weights must be those of {expected} experts, got {operands.local_experts}", False
+    if expected == 0:
+        return None, False
+    try:
+        ops.check(x, ids, weights, *operands.lists, call.spec)
+    except (TypeError, ValueError) as error:
+        return str(error), False
+    transposed = sm90.storage(up, down)
+    if isinstance(transposed, str):
+        return transposed, False
+    return None, transposed
+
+
+def _describe(operands: Operands, call: Call) -> str:
+    x, ids = operands.x, operands.ids
+    return (
+        f"{call.sharding.num_experts} experts, x [T, {', '.join(map(str, x.shape[1:]))}] {x.dtype}, "
+        f"ids [T, {', '.join(map(str, ids.shape[1:]))}], {call.options or 'no options'}, {call.spec}"
+    )
+
+
+@functools.cache
+def _reachable(group: str, ranks: int, device: torch.device) -> str | None:
+    """Why the GPUs of a group's ranks cannot reach each other's memory, the same on all ranks, or None. Asked once
+    for a group, by all its ranks."""
+    try:
+        build.load("sm90")
+        library = zlib.crc32(build.target("sm90").source_hash().encode())
+    except build.BuildError:
+        library = 0
+    peers = Peers(group, ranks, device)
+    host = zlib.crc32(socket.gethostname().encode())
+    index = torch.cuda.current_device() if device.index is None else device.index
+    said = peers.gather(torch.tensor([host, library, index], dtype=torch.int64, device=device)).tolist()
+    if any(lib == 0 for _, lib, _ in said):
+        return "a rank has no kernels of the engine sm90"
+    if len({lib for _, lib, _ in said}) != 1:
+        return "the ranks have kernels of different versions"
+    if len({where for where, _, _ in said}) != 1:
+        return "the ranks are on different machines"
+    return None
+
+
+transport = PeerMemory()

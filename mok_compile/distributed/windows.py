@@ -1,0 +1,158 @@
+"""Windows: memory of every rank of a group that the kernels of all its ranks read and write.
+
+A window is made once for all blocks of one shape, by all ranks together, and holds one exchange at a time (one pass of
+one block, see csrc/cuda/sm90/exchange.h). Every rank must run the exchanges of a window in the same order; streams wait
+for each other here. Kernels cannot raise: a fault is written into memory of the host and raised at the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from mok_compile.distributed.peers import Peers
+
+# In the order of `Fault` in csrc/cuda/sm90/exchange.h, from 1 on: (phase, what happened).
+FAULTS = (
+    (
+        "dispatch",
+        "rank {peer} did not publish its tokens within {timeout:g} s: it has stopped, or does not call the block",
+    ),
+    ("combine", "rank {peer} did not send its results within {timeout:g} s: it has stopped, or is stuck"),
+    (
+        "dispatch",
+        "rank {peer} has {have} tokens, and there is room for {room}: say how many there can be with "
+        'transport="peer_memory max_tokens=..."',
+    ),
+    (
+        "dispatch",
+        "{have} rows came to rank {rank}, and there is room for {room}: raise it, as a multiple of an "
+        'even share, with transport="peer_memory room=..."',
+    ),
+    ("experts", "a wait inside the kernels of rank {rank} took too long (place {have}): please report this"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a window is for: exchanges of a group's ranks, on one device, of rows of `hidden` numbers of 16 bits and
+    `top_k` slots per token; with `exact`, results come back one row for each route."""
+
+    group: str
+    device: torch.device
+    hidden: int
+    top_k: int
+    exact: bool
+
+
+@dataclass
+class Windows:
+    """The windows of all ranks, as this rank sees them. `capacity`: tokens that a rank can have."""
+
+    shape: Shape
+    rank: int
+    ranks: int
+    capacity: int
+    timeout: float
+    own: torch.Tensor
+    addresses: torch.Tensor
+    state: torch.Tensor
+    report: torch.Tensor
+    last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = field(default=None, repr=False)
+
+    @staticmethod
+    def make(shape: Shape, peers: Peers, capacity: int, timeout: float) -> Windows:
+        """By all ranks together; waits for the device. RuntimeError where a GPU cannot reach another one's memory."""
+        ops, device = torch.ops.mok_sm90, shape.device
+        size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact)
+        with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
+            own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            handle = symmetric_memory.rendezvous(own, peers.group)
+            own.zero_()
+            torch.cuda.synchronize(device)
+            peers.gather(torch.zeros(1, device=device)).cpu()  # nobody starts before all are zero
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        state = torch.zeros(ops.group_state(), dtype=torch.int32, device=device)
+        report = torch.zeros(ops.fault_numbers(), dtype=torch.int32, pin_memory=True)
+        return Windows(shape, peers.rank, peers.ranks, capacity, timeout, own, addresses, state, report)
+
+    @property
+    def numbers(self) -> list[int]:
+        """For the kernels, see `group_of` in csrc/cuda/tensors.h."""
+        shape = self.shape
+        where = (self.addresses.data_ptr(), self.state.data_ptr(), self.report.data_ptr())
+        return [
+            *(self.rank, self.ranks, self.capacity, shape.hidden, shape.top_k, int(shape.exact)),
+            *where,
+            int(self.timeout * 1e9),
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks, as far as there is room."""
+        return self.ranks * self.capacity
+
+    def fault(self) -> str | None:
+        """What the kernels of this rank have reported so far, which is what those of all ranks report."""
+        kind, rank, peer, exchange, have, room = self.report.tolist()
+        if kind == 0:
+            return None
+        phase, what = FAULTS[kind - 1]
+        said = what.format(rank=rank, peer=peer, have=have, room=room, timeout=self.timeout)
+        return f"mok::experts_parallel, {phase}, noticed by rank {rank} of {self.ranks} in exchange {exchange}: {said}"
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[list[int]]:
+        """One exchange on the current stream; gives `numbers`. RuntimeError for a fault of an earlier one, whose
+        results were NaN."""
+        said = self.fault()
+        if said is not None:
+            release(self.shape)
+            raise RuntimeError(said)
+        stream, capturing = torch.cuda.current_stream(self.shape.device), torch.cuda.is_current_stream_capturing()
+        if self.last is not None and self.last[0] != stream and not capturing:
+            stream.wait_event(self.last[1])
+        yield self.numbers
+        if not capturing:
+            event = self.last[1] if self.last is not None else torch.cuda.Event()
+            event.record(stream)
+            self.last = stream, event
+
+
+_windows: dict[Shape, Windows] = {}
+
+
+def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem: str | None, options) -> Windows:
+    """The windows of `shape`. The first call makes them: then every rank must call, with any number of `tokens`, and
+    `described` must be the same on all. ValueError, on all ranks, if the ranks do not fit together."""
+    found = _windows.get(shape)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "mok::experts_parallel: the first call of a block shares memory between the ranks, which cannot be "
+                "captured in a CUDA graph; run the block once before"
+            )
+        said = peers.agree("setting up", described, problem, [max(tokens, options.max_tokens or 0)])
+        capacity = max(1, *(-(-most // 128) * 128 for most, *_ in said))
+        found = _windows[shape] = Windows.make(shape, peers, capacity, options.timeout)
+    elif problem is not None:
+        raise ValueError(f"mok::experts_parallel: {problem}")
+    return found
+
+
+def release(shape: Shape | None = None) -> None:
+    """Forgets the windows of `shape`, or all: the next call of a block makes new ones, together with all ranks. Their
+    memory is freed once nothing uses it; call it on all ranks, between steps."""
+    if shape is None:
+        _windows.clear()
+    else:
+        _windows.pop(shape, None)
+
+
+def faults() -> list[str]:
+    """What the kernels of this process have reported, without waiting for the device."""
+    return [said for windows in _windows.values() if (said := windows.fault()) is not None]

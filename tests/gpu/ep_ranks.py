@@ -1,0 +1,269 @@
+"""A rank of tests/gpu/test_ranks.py: expert parallelism over peer memory against one GPU that has everything.
+
+torchrun --nproc-per-node N tests/gpu/ep_ranks.py CASE ...
+"""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from mok_compile import functional
+from mok_compile.distributed import windows
+from mok_compile.distributed.sharding import Sharding
+from mok_compile.spec import ExpertsSpec
+
+NAMES = functional.OPERANDS
+
+
+def block(tokens, hidden, inner, experts, top_k, *, bias=False, layout="concat", skew=False, seed=0, holes=False):
+    """Operands of all ranks' tokens and all experts, the same on every rank; `tokens` by rank."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(tokens)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g) * scale).bfloat16().cuda()
+
+    x, dy = normal(total, hidden), normal(total, hidden)
+    scores = torch.rand(total, experts, generator=g)
+    if skew:
+        scores[:, : max(top_k, experts // 4)] += 1
+    ids = scores.topk(top_k, 1).indices.cuda()
+    if holes:
+        ids[torch.rand(ids.shape, generator=g).cuda() < 0.2] = -1
+    weights = torch.rand(total, top_k, generator=g).cuda()
+    parts = 2 if layout == "separate" else 1
+    up = tuple(normal(experts, 2 * inner // parts, hidden, scale=hidden**-0.5) for _ in range(parts))
+    down = (normal(experts, hidden, inner, scale=inner**-0.5),)
+    up_bias = tuple(normal(experts, 2 * inner // parts) for _ in range(parts)) if bias else ()
+    down_bias = (normal(experts, hidden),) if bias else ()
+    return x, ids, weights, functional.Weights(up, down, up_bias, down_bias), dy
+
+
+def mine(operands, tokens, experts):
+    """This rank's part."""
+    x, ids, weights, bank, dy = operands
+    rank, sharding = dist.get_rank(), Sharding(experts, dist.get_world_size())
+    rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    own = slice(sharding.first(rank), sharding.first(rank + 1))
+    lists = (tuple(t[own].clone() for t in part) for part in bank.lists)
+    return (
+        (x[rows].clone(), ids[rows].clone(), weights[rows].clone(), functional.Weights(*lists), dy[rows].clone()),
+        rows,
+        own,
+    )
+
+
+def both(operands, spec, **how):
+    x, ids, weights, bank, dy = operands
+    y, context = functional.forward(x, ids, weights, bank, spec, **how)
+    return y, functional.backward(dy, context)
+
+
+def parallel(experts, transport):
+    return {"group": dist.group.WORLD, "num_experts": experts, "engine": "sm90", "transport": transport}
+
+
+def grads_of(found):
+    """name -> tensors, all of them."""
+    lists = {name: getattr(found, name) for name in NAMES}
+    return {n: [v] if isinstance(v, torch.Tensor) else list(v or ()) for n, v in lists.items()}
+
+
+def error(found, wanted):
+    wanted = wanted.double()
+    return ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() if wanted.numel() else 0.0
+
+
+def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", exact=False, **how):
+    """Outputs and gradients of every rank against one GPU with all tokens and experts; twice, to the same bits."""
+    tokens = [*tokens, *[tokens[-1]] * (dist.get_world_size() - len(tokens))][: dist.get_world_size()]
+    operands = block(tokens, hidden, inner, experts, top_k, **how)
+    layout, bias = how.get("layout", "concat"), how.get("bias", False)
+    spec = ExpertsSpec("silu(gate) * up", layout, "bfloat16")
+    wanted_y, wanted = both(operands, spec, engine="sm90")
+    own, rows, held = mine(operands, tokens, experts)
+    found_y, found = both(own, spec, **parallel(experts, transport))
+    again_y, again = both(own, spec, **parallel(experts, transport))
+    bits = torch.equal(found_y, again_y)
+    worst = {"y": error(found_y, wanted_y[rows])}
+    same = {"y": torch.equal(found_y, wanted_y[rows])}
+    first, second, reference = grads_of(found), grads_of(again), grads_of(wanted)
+    for key in NAMES:
+        for f, s, w in zip(first[key], second[key], reference[key], strict=True):
+            bits = bits and torch.equal(f, s)
+            part = w[rows] if key in ("x", "weights") else w[held]
+            assert f.shape == part.shape and f.dtype == part.dtype, (key, f.shape, part.shape)
+            worst[key] = max(worst.get(key, 0.0), error(f, part))
+            same[key] = same.get(key, True) and torch.equal(f, part)
+    limit = 0.02 if bias else 0.008
+    well = bits and all(v == v and v < limit for v in worst.values()) and (not exact or (same["y"] and same["x"]))
+    said = " ".join(f"{k}={v:.1e}{'=' if same[k] else ''}" for k, v in worst.items())
+    print(f"{'ok  ' if well else 'BAD '} {name} rank {dist.get_rank()}: bits {bits} {said}", flush=True)
+    return well
+
+
+def values():
+    results = [
+        check("even", [64, 64], 256, 128, 8, 2),
+        check("uneven", [100, 37, 64], 256, 128, 8, 2),
+        check("odd experts", [200, 129, 3], 264, 136, 5, 3),
+        check("no tokens on rank 0", [0, 50], 256, 128, 8, 2),
+        check("one token", [1, 0], 256, 128, 8, 8),
+        check("fewer experts than ranks", [40, 30], 256, 128, 1, 1),
+        check("all to one rank", [300, 300], 512, 192, 16, 4, skew=True),
+        check("slots without expert", [150, 70], 256, 128, 8, 4, holes=True),
+        check("biases", [90, 120], 256, 128, 8, 2, bias=True),
+        check("separate", [90, 120], 256, 128, 8, 2, layout="separate"),
+        check("large", [3000, 2500], 1024, 512, 32, 8),
+        check("exact", [3000, 2500], 1024, 512, 32, 8, transport="peer_memory exact=1", exact=True),
+        check("exact, small", [5, 2], 256, 128, 8, 2, transport="peer_memory exact=1", exact=True),
+    ]
+    return all(results)
+
+
+def repeats():
+    """The same bits a hundred times, with ranks that are late by random times."""
+    tokens = [700] * dist.get_world_size()
+    operands, _, _ = mine(block(tokens, 512, 256, 16, 4), tokens, 16)
+    spec, well, first = ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), True, None
+    delays = torch.Generator().manual_seed(dist.get_rank())
+    for i in range(100):
+        torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=delays)))
+        y, grads = both(operands, spec, **parallel(16, "peer_memory"))
+        flat = [y, *(t for v in grads_of(grads).values() for t in v)]
+        if first is None:
+            first = flat
+        elif not all(torch.equal(a, b) for a, b in zip(first, flat, strict=True)):
+            print(f"BAD  run {i} differs", flush=True)
+            well = False
+    return well
+
+
+def streams():
+    """Two blocks on two streams, in the same order on all ranks."""
+    tokens = [500] * dist.get_world_size()
+    spec = ExpertsSpec("silu(gate) * up", "concat", "bfloat16")
+    cases = [mine(block(tokens, 512, 256, 16, 4, seed=s), tokens, 16)[0] for s in (1, 2)]
+    plain = [both(case, spec, **parallel(16, "peer_memory"))[0] for case in cases]
+    torch.cuda.synchronize()
+    side = [torch.cuda.Stream(), torch.cuda.Stream()]
+    well = True
+    for _ in range(20):
+        found = []
+        for stream, case in zip(side, cases, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(both(case, spec, **parallel(16, "peer_memory"))[0])
+        torch.cuda.synchronize()
+        well = well and all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    return well
+
+
+def graphs():
+    """Forward and backward in a CUDA graph, replayed with other tokens."""
+    tokens = [256] * dist.get_world_size()
+    spec = ExpertsSpec("silu(gate) * up", "concat", "bfloat16")
+    (x, ids, weights, bank, dy), _, _ = mine(block(tokens, 512, 256, 16, 4, seed=3), tokens, 16)
+    how = parallel(16, "peer_memory")
+    for _ in range(2):
+        both((x, ids, weights, bank, dy), spec, **how)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grads = both((x, ids, weights, bank, dy), spec, **how)
+    well = True
+    for seed in (3, 4, 5):
+        fresh, _, _ = mine(block(tokens, 512, 256, 16, 4, seed=seed), tokens, 16)
+        for to, value in zip((x, ids, weights, dy), (fresh[0], fresh[1], fresh[2], fresh[4]), strict=True):
+            to.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted_y, wanted = both((x, ids, weights, bank, dy), spec, **how)
+        well = (
+            well
+            and torch.equal(y, wanted_y)
+            and torch.equal(grads.up[0], wanted.up[0])
+            and torch.equal(grads.x, wanted.x)
+        )
+    return well
+
+
+def raised(call):
+    """The text of the error that a call, or the calls after it, end with."""
+    for _ in range(3):
+        try:
+            call()
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError) as problem:
+            return str(problem)
+    return None
+
+
+def faults():
+    """Every rank raises the same kind of error, and goes on working afterwards."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    spec, tokens = ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), [128] * ranks
+    operands, _, _ = mine(block(tokens, 256, 128, 8, 2), tokens, 8)
+    wanted = both(operands, spec, **parallel(8, "peer_memory timeout=3"))[0]
+    well = True
+
+    def expect(name, text, said):
+        nonlocal well
+        good = said is not None and text in said
+        well = well and good
+        print(f"{'ok  ' if good else 'BAD '} {name} rank {rank}: {said}", flush=True)
+
+    def again(name):
+        nonlocal well
+        windows.release()
+        dist.barrier()
+        good = torch.equal(both(operands, spec, **parallel(8, "peer_memory timeout=3"))[0], wanted)
+        well = well and good
+        print(f"{'ok  ' if good else 'BAD '} {name} rank {rank}: works again", flush=True)
+
+    more = [128] * (ranks - 1) + [400]
+    bigger, _, _ = mine(block(more, 256, 128, 8, 2), more, 8)
+    expect("more tokens than before", "tokens, and there is room for", raised(
+        lambda: functional.forward(*bigger[:4], spec, **parallel(8, "peer_memory timeout=3"))))  # fmt: skip
+    dist.barrier()
+    again("more tokens than before")
+    windows.release()
+    crowded, _, _ = mine(block(tokens, 256, 128, 8, 2, skew=True), tokens, 8)
+    expect("no room for the rows", "there is room for", raised(
+        lambda: functional.forward(*crowded[:4], spec, **parallel(8, "peer_memory timeout=3 room=0.5"))))  # fmt: skip
+    dist.barrier()
+    again("no room for the rows")
+    if rank == 0:
+        time.sleep(1.5)  # late, but not too late
+    good = torch.equal(both(operands, spec, **parallel(8, "peer_memory timeout=3"))[0], wanted)
+    well = well and good
+    print(f"{'ok  ' if good else 'BAD '} a late rank is waited for", flush=True)
+    if rank > 0:
+        expect("rank 0 does not call", "rank 0 did not publish", raised(
+            lambda: functional.forward(*operands[:4], spec, **parallel(8, "peer_memory timeout=3"))))  # fmt: skip
+    dist.barrier()
+    again("rank 0 does not call")
+    return well
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    bad = []
+    for name in sys.argv[1:]:
+        start = time.time()
+        well = torch.tensor([int(globals()[name]())], device="cuda")
+        dist.all_reduce(well, dist.ReduceOp.MIN)
+        if dist.get_rank() == 0:
+            print(f"{'ok  ' if well.item() else 'BAD '} {name} ({time.time() - start:.1f} s)", flush=True)
+        if not well.item():
+            bad.append(name)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
