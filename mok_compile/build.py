@@ -207,12 +207,15 @@ def _obstacle(name: str) -> str | None:
 
 
 _failures: dict[str, str] = {}
+_loaded: set[str] = set()
 
 
 def unavailable(name: str) -> str | None:
     """Why the library cannot be had, as far as that can be told without building it; None if it probably can."""
     if name in _failures:
         return _failures[name]
+    if name in _loaded:  # looking for it means reading all sources
+        return None
     return None if _found(name) else _obstacle(name)
 
 
@@ -225,6 +228,7 @@ def load(name: str) -> Path:
     try:
         path = _found(name) or _build(name)
         torch.ops.load_library(str(path))
+        _loaded.add(name)
     except (BuildError, OSError) as error:
         _failures[name] = str(error.__cause__ or error)
         raise BuildError(_failures[name]) from error

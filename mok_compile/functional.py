@@ -95,6 +95,26 @@ def forward(
     return y, Context(operands, tuple(saved), how, group is not None)
 
 
+def inference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Weights,
+    spec: ExpertsSpec,
+    *,
+    engine: str = "auto",
+    group: ProcessGroup | None = None,
+    num_experts: int | None = None,
+    transport: str = "auto",
+) -> torch.Tensor:
+    """y [T, H], with nothing kept for a backward pass; arguments and errors as for `forward`."""
+    operands = (x, ids, weights, *experts.lists)
+    how = _how(operands, spec, engine, group, num_experts, transport)
+    op = torch.ops.mok.experts_infer if group is None else torch.ops.mok.experts_parallel_infer
+    with torch.no_grad():
+        return op(*operands, *how)
+
+
 def backward(dy: torch.Tensor, context: Context, needs: Sequence[str] = OPERANDS) -> Gradients:
     """The gradients of the operands that `needs` names (of `OPERANDS`), for dy [T, H], that of y.
 

@@ -34,7 +34,7 @@ struct Rows {
 
 // rows and h (if given) of sorted rows, from x; a is scratch.
 void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias, const Tensor& x,
-             const MaybeTensor& h, const Tensor& a, const Tensor& rows) {
+             const MaybeTensor& h, const Tensor& a, const Tensor& rows, const Pull* pull = nullptr) {
   require(forward({of.sizes,
                    dtype_of(x),
                    layout_of(block.layout),
@@ -48,7 +48,8 @@ void experts(const Rows& of, const Block& block, const Tensors& up_bias, const M
                    data_of(down_bias),
                    const_cast<void*>(data_of(h)),
                    a.data_ptr(),
-                   rows.data_ptr()},
+                   rows.data_ptr(),
+                   pull},
                   stream_of(of.stream)));
 }
 
@@ -104,9 +105,9 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
     p.room = a.size(0);
     require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p},
                      stream_of(stream)));
-    require(pull({group, sizes, p, x.data_ptr()}, stream_of(stream)));
     const Rows of{sizes, p, stream};
-    experts(of, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows);
+    const Pull pull = pull_of(numbers, group, sizes, x, false);
+    experts(of, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows, &pull);
     push(of, numbers, group, rows, &weights);
     end.error = p.error;
     end.count = p.rows;
@@ -116,10 +117,11 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
 
 // The gradients through the down projection: dh, dscore, ddown (if given); `a` is scratch.
 void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
-                    const Tensor& dh, const Tensor& a, const Tensor& dscore, const MaybeTensor& ddown) {
+                    const Tensor& dh, const Tensor& a, const Tensor& dscore, const MaybeTensor& ddown,
+                    const Pull* pull = nullptr) {
   require(down_grad({of.sizes, dtype_of(dy), layout_of(block.layout), block.transposed, activation_of(block.activation),
                      of.plan, dy.data_ptr(), block.down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights),
-                     dh.data_ptr(), a.data_ptr(), static_cast<float*>(dscore.data_ptr())},
+                     dh.data_ptr(), a.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
                     stream_of(of.stream)));
   if (ddown)
     outer({a.data_ptr(), of.sizes.inner, of.sizes.inner, 0, dy}, block.transposed, of.sizes, of.plan, *ddown, 3,
@@ -201,8 +203,8 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
                   "mok-compile, sm90 engine: backward needs more room");
   require(replan(sizes, of.plan, stream_of(stream)));
   require(wait_published(group, stream_of(stream)));
-  require(pull({group, sizes, of.plan, dy.data_ptr()}, stream_of(stream)));
-  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown);
+  const Pull pull = pull_of(numbers, group, sizes, dy, true);
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown, &pull);
   if (need_x) {
     up_gradients(of, block, dh, scratch);
     push(of, numbers, group, scratch, nullptr);

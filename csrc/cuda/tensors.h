@@ -61,7 +61,7 @@ inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream);
 
 // As mok_compile/distributed/windows.py packs it.
 inline Group group_of(const Integers& v) {
-  STD_TORCH_CHECK(v.size() == 10, "mok-compile, sm90 engine: a group has 10 numbers");
+  STD_TORCH_CHECK(v.size() == 12, "mok-compile, sm90 engine: a group has 12 numbers");
   Group g{};
   g.rank = int(v[0]);
   g.ranks = int(v[1]);
@@ -74,6 +74,17 @@ inline Group group_of(const Integers& v) {
   return g;
 }
 inline bool sends_routes(const Integers& group) { return group[5] != 0; }
+
+// `rows` [ranks * capacity, H]. The last two numbers of a group: how many CTAs pull in forward and in backward.
+inline Pull pull_of(const Integers& numbers, const Group& group, const Sizes& sizes, const Tensor& rows,
+                    bool backward) {
+  return {group,
+          rows.data_ptr(),
+          int(sizes.experts),
+          int(sizes.top_k),
+          int(sizes.hidden),
+          int(numbers[backward ? 11 : 10])};
+}
 
 // A weight gradient's operands: `dense` [S, columns], of which the columns from `first` on count, by sorted row, and
 // `gathered` [T, columns] by token.

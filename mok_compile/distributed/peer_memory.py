@@ -22,6 +22,7 @@ from mok_compile.distributed.windows import Shape, Windows, release, windows_for
 from mok_compile.engines import Problem, sm90
 from mok_compile.grouped import empty_as, grouped_sum
 
+MAX_SMS = 64  # more than this does not read faster
 MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
 
 
@@ -32,13 +33,16 @@ class Options:
     room: rows that a rank can take from all ranks, as a multiple of an even share (more of them are an error on all
     ranks, nothing is dropped). max_tokens: tokens that a rank can have; without it, as many as the largest rank has in
     the first call. timeout: seconds that a rank waits for another. exact: every route comes back on its own, for the
-    bits of one process.
+    bits of one process. sms, backward_sms: how many of the GPU's processors read from other ranks before they take part
+    in the products. None of these changes the result, except that `exact` changes how it is rounded.
     """
 
     room: float = 2.0
     max_tokens: int = 0
     timeout: float = 300.0
     exact: bool = False
+    sms: int = 16
+    backward_sms: int = 16
 
     @staticmethod
     @functools.lru_cache
@@ -57,6 +61,8 @@ class Options:
         found = Options(**given)
         if not found.room > 0 or not found.timeout > 0 or found.max_tokens < 0:
             raise ValueError(f"peer_memory: room and timeout are positive, max_tokens is not negative: {text!r}")
+        if not all(1 <= n <= MAX_SMS for n in (found.sms, found.backward_sms)):
+            raise ValueError(f"peer_memory: sms and backward_sms are from 1 to {MAX_SMS}: {text!r}")
         return found
 
 
@@ -93,7 +99,7 @@ class PeerMemory:
         y = x.new_empty(x.shape, dtype=spec.dtype)
         stream, kernels = sm90._stream(x), torch.ops.mok_sm90
         with windows.exchange() as group, torch.cuda.device(x.device):
-            kernels.publish(x, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
+            kernels.publish(x, rows, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
             _check_tokens(x.shape[0], windows)
             if block.experts:
                 plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
@@ -136,7 +142,7 @@ class PeerMemory:
         bias_grads: list[torch.Tensor] = []
         stream, kernels = sm90._stream(x), torch.ops.mok_sm90
         with windows.exchange() as group, torch.cuda.device(x.device):
-            kernels.publish(dy, None, None, top_k, call.sharding.num_experts, group, stream)
+            kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, group, stream)
             # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
             if block.experts:
                 plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
@@ -234,8 +240,9 @@ def _check_tokens(tokens: int, windows: Windows) -> None:
     if tokens > windows.capacity:
         release(windows.shape)
         raise ValueError(
-            f"mok::experts_parallel: rank {windows.rank} has {tokens} tokens, and there is room for {windows.capacity}, "
-            'as many as the largest rank had in the first call: set transport="peer_memory max_tokens=..."'
+            f"mok::experts_parallel: rank {windows.rank} has {tokens} tokens, and there is room for "
+            f"{windows.capacity}, as many as the largest rank had in the first call: set "
+            'transport="peer_memory max_tokens=..."'
         )
 
 

@@ -51,13 +51,15 @@ class Shape:
 
 @dataclass
 class Windows:
-    """The windows of all ranks, as this rank sees them. `capacity`: tokens that a rank can have."""
+    """The windows of all ranks, as this rank sees them. `capacity`: tokens that a rank can have; `sms`: how many SMs
+    read from other ranks, in forward and in backward."""
 
     shape: Shape
     rank: int
     ranks: int
     capacity: int
     timeout: float
+    sms: tuple[int, int]
     own: torch.Tensor
     addresses: torch.Tensor
     state: torch.Tensor
@@ -65,20 +67,23 @@ class Windows:
     last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = field(default=None, repr=False)
 
     @staticmethod
-    def make(shape: Shape, peers: Peers, capacity: int, timeout: float) -> Windows:
+    def make(shape: Shape, peers: Peers, capacity: int, timeout: float, sms: tuple[int, int]) -> Windows:
         """By all ranks together; waits for the device. RuntimeError where a GPU cannot reach another one's memory."""
         ops, device = torch.ops.mok_sm90, shape.device
         size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact)
         with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
-            own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            # Not symmetric_memory.empty: that cuts a pool, and says nothing of where in it the tensor begins.
+            own = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
             handle = symmetric_memory.rendezvous(own, peers.group)
+            if handle.buffer_ptrs[peers.rank] != own.data_ptr():
+                raise RuntimeError("torch put the shared memory elsewhere than it says")
             own.zero_()
             torch.cuda.synchronize(device)
             peers.gather(torch.zeros(1, device=device)).cpu()  # nobody starts before all are zero
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         state = torch.zeros(ops.group_state(), dtype=torch.int32, device=device)
         report = torch.zeros(ops.fault_numbers(), dtype=torch.int32, pin_memory=True)
-        return Windows(shape, peers.rank, peers.ranks, capacity, timeout, own, addresses, state, report)
+        return Windows(shape, peers.rank, peers.ranks, capacity, timeout, sms, own, addresses, state, report)
 
     @property
     def numbers(self) -> list[int]:
@@ -89,6 +94,7 @@ class Windows:
             *(self.rank, self.ranks, self.capacity, shape.hidden, shape.top_k, int(shape.exact)),
             *where,
             int(self.timeout * 1e9),
+            *self.sms,
         ]
 
     @property
@@ -138,7 +144,9 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
             )
         said = peers.agree("setting up", described, problem, [max(tokens, options.max_tokens or 0)])
         capacity = max(1, *(-(-most // 128) * 128 for most, *_ in said))
-        found = _windows[shape] = Windows.make(shape, peers, capacity, options.timeout)
+        found = _windows[shape] = Windows.make(
+            shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
+        )
     elif problem is not None:
         raise ValueError(f"mok::experts_parallel: {problem}")
     return found

@@ -23,6 +23,10 @@ __device__ __forceinline__ int load_acquire(const int* p) {
   return value;
 }
 
+__device__ __forceinline__ void store_release(int* p, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void add_release(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

@@ -30,6 +30,7 @@ inline bool is_plain_silu(const Activation& f) {
 }
 
 struct Group;  // see exchange.h
+struct Pull;
 
 struct Sizes {
   int64_t tokens, hidden, inner, experts, top_k;
@@ -54,6 +55,7 @@ struct Plan {
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] token of each sorted position
   int* rows;           // 1: sorted rows that have an expert
+  int* landed;         // [S / 32] whether the tokens of so many sorted rows were pulled, see exchange.h
   int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
 
   static int64_t max_blocks(const Sizes& n) {
@@ -61,14 +63,25 @@ struct Plan {
     return slots / kBlockRows + (slots < n.experts ? slots : n.experts);
   }
   // Size of the scratch in ints.
-  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + 2 * n.slots(); }
+  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()); }
+  // Sorted rows are pulled 32 at a time, by a warp.
+  static constexpr int kChunk = 32;
+  static int64_t chunks(int64_t rows) { return (rows + kChunk - 1) / kChunk; }
   static Plan at(int* scratch, const int* order, const int* offsets, const Sizes& n) {
-    int* const blocks = scratch + kHeader;
-    int* const done = blocks + 4 * max_blocks(n);
-    int* const position = done + max_blocks(n);
-    return {order,    offsets, scratch,  scratch + 1,          scratch + 1 + kTickets,
-            blocks,   done,    position, position + n.slots(), scratch + 2 + kTickets,
-            n.slots()};
+    Plan plan{};
+    plan.order = order;
+    plan.offsets = offsets;
+    plan.error = scratch;
+    plan.tickets = scratch + 1;
+    plan.num_blocks = plan.tickets + kTickets;
+    plan.rows = plan.num_blocks + 1;
+    plan.blocks = scratch + kHeader;
+    plan.done = plan.blocks + 4 * max_blocks(n);
+    plan.position = plan.done + max_blocks(n);
+    plan.token = plan.position + n.slots();
+    plan.landed = plan.token + n.slots();
+    plan.room = n.slots();
+    return plan;
   }
 };
 
@@ -109,6 +122,7 @@ struct ForwardArguments {
   void* h;
   void* a;
   void* rows;
+  const Pull* pull;  // x, or null
 };
 const char* forward(const ForwardArguments& arguments, void* stream);
 
@@ -128,6 +142,7 @@ struct DownGradArguments {
   void* dh;
   void* a;
   float* dscore;
+  const Pull* pull;  // dy, or null
 };
 int64_t score_tiles(const Sizes& sizes);
 const char* down_grad(const DownGradArguments& arguments, void* stream);

@@ -1,5 +1,7 @@
 // The sum over each token's slots, in slot order: the last step of forward (weighted) and of backward (of dx). One warp
 // per token and 256 columns; a slot's rows are read 16 bytes a lane, all slots in flight together.
+#include <algorithm>
+
 #include "launch.cuh"
 #include "peers.cuh"
 
@@ -9,17 +11,14 @@ namespace {
 constexpr int kCombineThreads = 256, kColumns = 256;
 constexpr int kMaxSlots = 32;  // slots per token: one per lane
 
-// kPush: the tokens are those of all ranks of `group`, and a sum goes into the window of its token's rank. Tokens
-// without an expert here have none.
+// One warp's sum of task % slabs-th columns of token task / slabs.
 template <class T, bool kPush>
-__global__ void __launch_bounds__(kCombineThreads)
-    combine_kernel(const T* rows, Plan plan, Numbers weights, Numbers out, int64_t out_stride, const float* dscore,
-                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs,
-                   const __grid_constant__ Group group) {
-  const int64_t task = (blockIdx.x * int64_t(kCombineThreads) + threadIdx.x) / 32;
+__device__ __forceinline__ void combine_columns(int64_t task, const T* rows, const Plan& plan, const Numbers& weights,
+                                                const Numbers& out, int64_t out_stride, const float* dscore,
+                                                int dscore_tiles, const Numbers& dweights, int tokens, int top_k,
+                                                int columns, int slabs, const Group& group) {
   const int lane = threadIdx.x % 32;
   const int64_t token = task / slabs;
-  if (token >= tokens) return;
   const int column = int(task % slabs) * kColumns + lane * 8;
   const float poison = *plan.error ? __int_as_float(0x7FC00000) : 0.0f;
 
@@ -74,6 +73,21 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
 }
 
+// kPush: the tokens are those of all ranks of `group`, and a sum goes into the window of its token's rank. Tokens
+// without an expert here have none.
+template <class T, bool kPush>
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const T* rows, Plan plan, Numbers weights, Numbers out, int64_t out_stride, const float* dscore,
+                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs,
+                   const __grid_constant__ Group group) {
+  const int64_t first = (blockIdx.x * int64_t(kCombineThreads) + threadIdx.x) / 32;
+  for (int64_t task = first; task < int64_t(tokens) * slabs; task += gridDim.x * int64_t(kCombineThreads / 32))
+    combine_columns<T, kPush>(task, rows, plan, weights, out, out_stride, dscore, dscore_tiles, dweights, tokens, top_k,
+                              columns, slabs, group);
+  // The end of a kernel does not order what it wrote to another GPU before what the next kernel tells that GPU.
+  if (kPush) __threadfence_system();
+}
+
 template <class T>
 const char* run(const CombineArguments& in, void* stream) {
   const int slabs = in.columns ? int((in.columns + kColumns - 1) / kColumns) : 1;
@@ -81,7 +95,8 @@ const char* run(const CombineArguments& in, void* stream) {
   const Numbers weights{const_cast<void*>(in.weights), in.weights_dtype}, out{in.out, in.out_dtype},
       dweights{in.dweights, in.weights_dtype};
   const auto launch = [&](auto kernel) {
-    kernel<<<unsigned((threads + kCombineThreads - 1) / kCombineThreads), kCombineThreads, 0,
+    const int64_t most = in.push ? 8 * multiprocessors() : threads;  // each CTA ends with a fence that takes long
+    kernel<<<unsigned(std::min((threads + kCombineThreads - 1) / kCombineThreads, most)), kCombineThreads, 0,
              static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,
         int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs, in.push ? *in.push : Group{});

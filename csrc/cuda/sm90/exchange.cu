@@ -1,14 +1,12 @@
 // The steps of an exchange that are not part of a product: see exchange.h.
 #include "launch.cuh"
 #include "number.cuh"
-#include "peers.cuh"
+#include "pull.cuh"
 
 namespace mok::sm90 {
 namespace {
 
 constexpr int kExchangeThreads = 512;
-constexpr int kInFlight = 8;  // 16-byte chunks of a lane
-
 template <class Id>
 __device__ __forceinline__ int id_at(const void* ids, int64_t i, int experts) {
   const int64_t id = static_cast<const Id*>(ids)[i];
@@ -19,23 +17,9 @@ __device__ __forceinline__ int id_at(const void* ids, Dtype dtype, int64_t i, in
   return dtype == Dtype::kInt64 ? id_at<int64_t>(ids, i, experts) : id_at<int32_t>(ids, i, experts);
 }
 
-// A warp copies `chunks` of 16 bytes.
-__device__ __forceinline__ void copy_row(uint4* to, const uint4* from, int chunks) {
-  const int lane = threadIdx.x % 32;
-  for (int first = lane; first < chunks; first += 32 * kInFlight) {
-    uint4 part[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i)
-      if (first + 32 * i < chunks) part[i] = ptx::load_once(from + first + 32 * i);
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i)
-      if (first + 32 * i < chunks) to[first + 32 * i] = part[i];
-  }
-}
-
 __global__ void __launch_bounds__(kExchangeThreads)
-    publish_kernel(const __grid_constant__ Group g, const uint4* rows, int64_t chunks, const void* ids, Dtype ids_dtype,
-                   Numbers weights, int tokens, int experts, int top_k) {
+    publish_kernel(const __grid_constant__ Group g, const uint4* rows, uint4* own, int64_t chunks, const void* ids,
+                   Dtype ids_dtype, Numbers weights, int tokens, int experts, int top_k) {
   const int64_t threads = int64_t(gridDim.x) * blockDim.x, thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (tokens <= g.capacity) {
     uint4* const to = in_window<uint4>(g, g.rank, g.window.rows);
@@ -46,7 +30,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
         if (i + j * threads < chunks) part[j] = ptx::load_once(rows + i + j * threads);
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j)
-        if (i + j * threads < chunks) to[i + j * threads] = part[j];
+        if (i + j * threads < chunks) to[i + j * threads] = own[i + j * threads] = part[j];
     }
     if (ids) {
       int* const to_ids = in_window<int>(g, g.rank, g.window.ids);
@@ -89,33 +73,6 @@ __global__ void __launch_bounds__(kExchangeThreads)
   }
 }
 
-// Warps go through the sorted rows, 32 at a time: a token is read for the first of its rows.
-__global__ void __launch_bounds__(kExchangeThreads)
-    pull_kernel(const __grid_constant__ Group g, Plan plan, int experts, int top_k, int hidden, uint4* rows) {
-  if (has_failed(g) || *plan.error != 0) return;
-  const int lane = threadIdx.x % 32, warps = gridDim.x * (kExchangeThreads / 32), chunks = hidden / 8;
-  const int count = plan.offsets[experts - 1], capacity = int(g.capacity);
-  for (int first = (blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32) * 32; first < count; first += warps * 32) {
-    const int row = first + lane;
-    int token = -1;
-    if (row < count) {
-      token = plan.token[row];
-      for (int k = 0; k < top_k; ++k) {
-        const int other = plan.position[int64_t(token) * top_k + k];
-        if (other >= 0 && other < row) {
-          token = -1;
-          break;
-        }
-      }
-    }
-    for (unsigned wanted = __ballot_sync(~0u, token >= 0); wanted; wanted &= wanted - 1) {
-      const int t = __shfl_sync(~0u, token, __ffs(wanted) - 1), source = t / capacity;
-      copy_row(rows + int64_t(t) * chunks,
-               in_window<uint4>(g, source, g.window.rows) + int64_t(t - source * capacity) * chunks, chunks);
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kExchangeThreads)
     finish_kernel(const __grid_constant__ Group g, int top_k, const int* ids, const float* scores, const int* error,
                   const int* count, int room) {
@@ -146,6 +103,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
     copy_row(in_window<uint4>(g, source, g.window.sums) + (slot - source * per_rank) * chunks,
              rows + int64_t(row) * chunks, chunks);
   }
+  __threadfence_system();  // as in combine_kernel
 }
 
 // Sums what was pushed; or, with `position`, only fills that with the slots that have an expert.
@@ -225,23 +183,17 @@ const char* publish(const PublishArguments& in, void* stream) {
   const int64_t chunks = n.tokens * n.hidden / 8;
   publish_kernel<<<grid_for(chunks / kInFlight + n.slots() / 4, 2 * multiprocessors()), kExchangeThreads, 0,
                    static_cast<cudaStream_t>(stream)>>>(
-      in.group, static_cast<const uint4*>(in.rows), chunks, in.ids, in.ids_dtype,
+      in.group, static_cast<const uint4*>(in.rows),
+      static_cast<uint4*>(in.all_rows) + in.group.rank * in.group.capacity * n.hidden / 8, chunks, in.ids, in.ids_dtype,
       Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts), int(n.top_k));
   return check(cudaGetLastError());
 }
 
 const char* collect(const CollectArguments& in, void* stream) {
+  if (const char* error = wait_published(in.group, stream)) return error;
   const int64_t slots = in.group.ranks * in.group.capacity * in.top_k;
   collect_kernel<<<grid_for(slots, multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       in.group, int(in.top_k), int(in.first_expert), int(in.experts), in.ids, in.weights);
-  return check(cudaGetLastError());
-}
-
-const char* pull(const PullArguments& in, void* stream) {
-  const Sizes& n = in.sizes;
-  if (n.experts == 0) return nullptr;
-  pull_kernel<<<2 * multiprocessors(), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      in.group, in.plan, int(n.experts), int(n.top_k), int(n.hidden), static_cast<uint4*>(in.rows));
   return check(cudaGetLastError());
 }
 

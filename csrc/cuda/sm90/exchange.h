@@ -78,6 +78,7 @@ struct PublishArguments {
   Group group;
   Sizes sizes;
   const void* rows;
+  void* all_rows;  // [ranks * capacity, H], this rank's part of which is filled too
   const void* ids;
   Dtype ids_dtype;
   const void* weights;
@@ -88,8 +89,8 @@ const char* publish(const PublishArguments& arguments, void* stream);
 // Waits until all ranks have published, on the device.
 const char* wait_published(const Group& group, void* stream);
 
-// The routing of the tokens of all ranks: ids [ranks * capacity, K], counted from this rank's first expert, -1 for
-// those of other ranks, and weights.
+// Waits for the same. The routing of the tokens of all ranks: ids [ranks * capacity, K], counted from this rank's first
+// expert, -1 for those of other ranks, and weights.
 struct CollectArguments {
   Group group;
   int64_t top_k, first_expert, experts;
@@ -98,14 +99,14 @@ struct CollectArguments {
 };
 const char* collect(const CollectArguments& arguments, void* stream);
 
-// Into rows [ranks * capacity, H], those of the tokens that have an expert here.
-struct PullArguments {
+// What a product that gathers rows does beside: its first `ctas` CTAs read those of the tokens that have an expert here
+// into rows [ranks * capacity, H] before they take part; 0: nothing.
+struct Pull {
   Group group;
-  Sizes sizes;  // of the tokens of all ranks
-  Plan plan;
   void* rows;
+  int experts, top_k, hidden;
+  int ctas;
 };
-const char* pull(const PullArguments& arguments, void* stream);
 
 // The rows of all routes one by one, for sums that have the bits of one process. Otherwise `combine` pushes.
 struct PushArguments {

@@ -33,6 +33,7 @@ const char* run(const ForwardArguments& in, void* stream) {
   p.down_bias = static_cast<const T*>(in.down_bias);
   p.up_bias_stride = up_rows;
   p.activation = in.activation;
+  if (in.pull) p.pull = *in.pull;
   p.hidden = int(hidden);
   p.inner = int(inner);
   p.second = halves ? int(inner) : separate ? 0 : kTileN / 2;

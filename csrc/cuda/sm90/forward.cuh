@@ -12,7 +12,7 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
-  static constexpr bool kWaits = true, kGathers = true;
+  static constexpr bool kWaits = true, kGathers = true, kPulls = true;
   static constexpr int kStages = Forward::kSplit ? 4 : 5, kPatches = 2;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
@@ -36,6 +36,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     const T* down_bias;
     int64_t up_bias_stride;  // elements from one expert to the next
     Activation activation;
+    Pull pull;
     int hidden, inner;
     int second;  // row of up[1] at which the second half of a tile starts, relative to the first
     int up_tiles, down_tiles;
@@ -89,6 +90,10 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 1, p.hidden, thread) {}
+    // Of those that are gathered.
+    static __device__ __forceinline__ int last_row(const Task& task) {
+      return task.kind == kUp ? task.row + task.rows - 1 : -1;
+    }
     __device__ __forceinline__ void step(const Params& p, const Task& task, int step, int phase, uint32_t stage) {
       if (task.kind == kUp) this->next(phase, p.hidden - step * kTileK, stage);
     }

@@ -22,6 +22,7 @@ const char* run_down(const DownGradArguments& in, void* stream) {
   p.a = static_cast<T*>(in.a);
   p.dscore = in.dscore;
   p.activation = in.activation;
+  if (in.pull) p.pull = *in.pull;
   p.hidden = int(in.sizes.hidden);
   p.inner = int(in.sizes.inner);
   p.tiles = int(score_tiles(in.sizes));

@@ -11,7 +11,7 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 struct DownGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
-  static constexpr bool kWaits = false, kGathers = true;
+  static constexpr bool kWaits = false, kGathers = true, kPulls = true;
   static constexpr int kStages = 4, kPatches = 6;  // h is read ahead, through three pairs of patches
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
@@ -30,6 +30,7 @@ struct DownGrad : Common<> {
     T* a;
     float* dscore;  // [tiles][slots]
     Activation activation;
+    Pull pull;
     int hidden, inner, tiles, slots;
   };
 
@@ -55,6 +56,7 @@ struct DownGrad : Common<> {
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.dy, p.plan.token + task.row, task.rows, p.hidden, thread) {}
+    static __device__ __forceinline__ int last_row(const Task& task) { return task.row + task.rows - 1; }
     __device__ __forceinline__ void step(const Params& p, const Task&, int step, int phase, uint32_t stage) {
       this->next(phase, p.hidden - step * kTileK, stage);
     }

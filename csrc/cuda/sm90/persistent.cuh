@@ -19,6 +19,8 @@
 //
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
 //
+// - kPulls: whether rows to gather may come from other ranks; then also Params::pull and Gather::last_row(task).
+//
 // - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(p, task, step, phase, stage)
 //   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
 //
@@ -34,6 +36,7 @@
 #include "../ptx/wgmma.cuh"
 #include "arguments.h"
 #include "number.cuh"
+#include "pull.cuh"
 
 namespace mok::sm90 {
 
@@ -54,12 +57,23 @@ constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed op
 constexpr uint32_t kPatchRow = 64, kPatch = 16 * kPatchRow;
 
 // Where a wait took too long, as the error word says it; or that there is no room for all rows.
-enum Site : int { kTaskTold = 1, kTaskSlotFree, kFreeForBoxes, kFreeForRows, kStageFull, kTurn, kUpDone, kNoRoom };
+enum Site : int {
+  kTaskTold = 1,
+  kTaskSlotFree,
+  kFreeForBoxes,
+  kFreeForRows,
+  kStageFull,
+  kTurn,
+  kUpDone,
+  kNoRoom,
+  kNotLanded
+};
 
 // What operations have in common: how B lies in a stage, and hooks that do nothing. `kSplit`: B is contiguous along N
 // and its halves of 96 columns take two chunks each, of which the second is used by half.
 template <bool kSplitB = false>
 struct Common {
+  static constexpr bool kPulls = false;
   static constexpr bool kSplit = kSplitB;
   static constexpr uint32_t kBytesB = kSplit ? 4 * kChunk : kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 
@@ -138,6 +152,10 @@ struct Ring {
   __device__ __forceinline__ bool wait(uint32_t barrier, uint32_t parity, Site site) const {
     return ptx::barrier_try_wait(barrier, parity) ||
            patient([&] { return ptx::barrier_try_wait(barrier, parity); }, site);
+  }
+  // Called by a whole warp.
+  __device__ __forceinline__ bool wait_landed(const int* flag) const {
+    return __all_sync(~0u, patient([&] { return ptx::load_acquire(flag) != 0; }, kNotLanded));
   }
   __device__ __forceinline__ void wait_count(const int* count, int wanted, Site site) const {
     if (ptx::load_acquire(count) >= wanted) return;
@@ -325,9 +343,13 @@ template <class Op>
 __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<Op>& ring) {
   const int thread = threadIdx.x - 32;
   Cursor<Op::kStages> at;
+  Landed landed;
   for (int i = 0;; ++i) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) return;
+    if constexpr (Op::kPulls) {
+      if (p.pull.ctas > 0) landed.wait(p.plan, Op::Gather::last_row(task), ring);
+    }
     typename Op::Gather rows(p, task, thread);
     for (int k = 0; k < task.steps; k += Op::Gather::kUnroll) {
 #pragma unroll
@@ -456,6 +478,10 @@ __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant_
     }
     for (int g = 0; g < 2; ++g) ptx::barrier_init(ring.turn(g), 4);
     ptx::barrier_init_fence();
+  }
+  if constexpr (Op::kPulls) {
+    if (int(blockIdx.x) < p.pull.ctas)
+      pull_rows(p.pull, p.plan, blockIdx.x * (kThreads / 32) + threadIdx.x / 32, p.pull.ctas * (kThreads / 32));
   }
   __syncthreads();
   const int group = threadIdx.x / 128;

@@ -61,6 +61,8 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
     reinterpret_cast<int4*>(plan.blocks)[b] = make_int4(low, first, end, word);
     plan.done[b] = 0;
   }
+  const int chunks = (ends[experts - 1] + Plan::kChunk - 1) / Plan::kChunk;
+  for (int i = blockIdx.x * blockDim.x + e; i < chunks; i += gridDim.x * blockDim.x) plan.landed[i] = 0;
   if (blockIdx.x == 0) {
     if (e < Plan::kTickets) plan.tickets[e] = 0;
     if (e == 0) *plan.num_blocks = blocks;
