@@ -296,9 +296,18 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
     draw();
     return task.uniform();
   };
+  // The others are told of a task once its rows are there: of the next one while this one goes on, if it can be.
+  int landed = 0;
+  const auto tell = [&](int i, const Task& t, bool wait) {
+    if constexpr (Op::kPulls) {
+      if (p.pull.ctas > 0 && !has_landed(p.plan, Op::Gather::last_row(t), landed, wait, ring)) return false;
+    }
+    ring.write_task(i, t);
+    return true;
+  };
   draw();
   Task task = take();
-  ring.write_task(0, task);
+  tell(0, task, true);
   Cursor<Op::kStages> at;
   for (int i = 0;; ++i) {
     if (task.kind < 0) {
@@ -325,15 +334,17 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
     // The next task is looked up once the ring is full: that takes long, and then nobody waits for it.
     const int look_up = min(task.steps, Op::kStages);
     Task next;
+    bool told = false;
     for (int k = 0;; ++k, at.advance()) {
       if (k == look_up) {
         next = take();
-        ring.write_task(i + 1, next);
+        told = tell(i + 1, next, false);
       }
       if (k == task.steps) break;
       if (k >= ahead) weights(k, at);
       if (leader) Op::Boxes::rows(p, task, k, ring.stage(at.stage), ring.full(at.stage));
     }
+    if (!told) tell(i + 1, next, true);
     task = next;
   }
 }
@@ -343,13 +354,9 @@ template <class Op>
 __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<Op>& ring) {
   const int thread = threadIdx.x - 32;
   Cursor<Op::kStages> at;
-  Landed landed;
   for (int i = 0;; ++i) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) return;
-    if constexpr (Op::kPulls) {
-      if (p.pull.ctas > 0) landed.wait(p.plan, Op::Gather::last_row(task), ring);
-    }
     typename Op::Gather rows(p, task, thread);
     for (int k = 0; k < task.steps; k += Op::Gather::kUnroll) {
 #pragma unroll

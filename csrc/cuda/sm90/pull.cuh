@@ -57,27 +57,21 @@ __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, i
   }
 }
 
-// How far a warp has seen that rows have landed.
-struct Landed {
-  int chunk = 0;  // the first one that it has not seen
-
-  // Until the tokens of the sorted rows up to `row` are there.
-  template <class Ring>
-  __device__ __forceinline__ void wait(const Plan& plan, int row, const Ring& ring) {
-    const int wanted = row < 0 ? 0 : row / Plan::kChunk + 1, lane = threadIdx.x % 32;
-    while (chunk < wanted) {
-      const int mine = chunk + lane;
-      const bool there = mine >= wanted || ptx::load_acquire(plan.landed + mine) != 0;
-      const unsigned missing = __ballot_sync(~0u, !there);
-      if (missing == 0) {
-        chunk = min(chunk + 32, wanted);
-        continue;
-      }
-      chunk += __ffs(missing) - 1;
-      if (!ring.wait_landed(plan.landed + chunk)) return;
-    }
-    __syncwarp();
+// Whether the tokens of the sorted rows up to `row` have landed, or will have once this returns if `wait` is set.
+// Called by a whole warp, which has seen the first `landed` chunks so far.
+template <class Ring>
+__device__ __forceinline__ bool has_landed(const Plan& plan, int row, int& landed, bool wait, const Ring& ring) {
+  const int wanted = row < 0 ? 0 : row / Plan::kChunk + 1, lane = threadIdx.x % 32;
+  while (landed < wanted) {
+    const int mine = landed + lane;
+    const bool there = mine >= wanted || ptx::load_acquire(plan.landed + mine) != 0;
+    const unsigned missing = __ballot_sync(~0u, !there);
+    landed = missing ? landed + __ffs(missing) - 1 : min(landed + 32, wanted);
+    if (missing && !wait) return false;
+    if (missing && !ring.wait_landed(plan.landed + landed)) return true;
   }
-};
+  __syncwarp();
+  return true;
+}
 
 }  // namespace mok::sm90
