@@ -5,10 +5,10 @@
 Candidates, each with T tokens on every rank: `mok` is mok::experts_parallel over peer memory, `mok-exact` the same with
 every route sent on its own, `mok-nccl` the same op over all-to-all collectives (same kernels for the experts, nothing
 overlapped, the host waits), `nccl` all-to-all collectives of torch around grouped_mm compiled by Inductor, the way
-torchtitan does it, and `one` mok::experts with this rank's experts and T tokens on one GPU: the work of one rank without
-any communication. Passes: `forward`, and `both` with the backward. Times: CUDA events over several calls, after a barrier;
-of the ranks the slowest, of the rounds the median. Candidates take turns. One line of JSON a measurement; `link` is the
-time that the rows of the most loaded rank take on the link at the measured rate.
+torchtitan does it, and `one` mok::experts with this rank's experts and T tokens on one GPU: what a rank does, but
+no communication. Passes: `forward`, and `both` with the backward. Times: CUDA events over several calls, after a
+barrier; of the ranks the slowest, of the rounds the median. Candidates take turns. One line of JSON a measurement;
+`link` is the time that the rows of the most loaded rank take on the link at the measured rate.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    out = open(given.out, "a", encoding="utf-8") if rank == 0 else None
     conditions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16"}
     for name in given.shapes.split(","):
         shape = SHAPES[name]
@@ -188,9 +187,9 @@ def main() -> None:
                         "tflops_per_gpu": round(flops / ms / 1e9, 1), "link_ms": round(link, 4),
                         "peak_mb": round(peaks[c, phase]), **conditions,
                     }  # fmt: skip
-                    if out:
-                        out.write(json.dumps(row) + "\n")
-                        out.flush()
+                    if rank == 0:
+                        with open(given.out, "a", encoding="utf-8") as out:
+                            out.write(json.dumps(row) + "\n")
                         print(
                             f"{name:14} T={tokens:5} {kind:8} {phase:7} {c:9} {ms:8.3f} ms "
                             f"{row['tflops_per_gpu']:6.1f} TFLOP/s {row['peak_mb']:6} MB  link {link:.3f}",
