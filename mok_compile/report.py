@@ -33,6 +33,11 @@ REASONS = {
         "the activation uses values from outside the experts",
         "make it a function of gate and up alone; apply scales and masks before or after the experts",
     ),
+    "dropout": (
+        "dropout, or something else with random numbers, works inside the experts",
+        "set its rate to 0 (such as config.dropout_rate or config.activation_dropout); on the block's input or result, "
+        "or on the experts' outputs, it does no harm",
+    ),
     "router": (
         "the experts are fused, the router is not",
         "nothing: the router runs under Inductor as before; router_detail says where it differs from the known ones",

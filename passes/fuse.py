@@ -20,7 +20,7 @@ from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
 from mok_compile.passes.source import source_of
 from mok_compile.passes.substitute import Insertion, Substitution
-from mok_compile.passes.traced import VERIFIED, block_of, is_traced
+from mok_compile.passes.traced import OPEN, VERIFIED, block_of, is_traced
 from mok_compile.passes.verify import arguments_of, verify
 from mok_compile.report import Site, Spread
 from mok_compile.router import RouterSpec
@@ -101,6 +101,8 @@ def _direct(node: fx.Node) -> Site:
     detail = "traced from a Python loop over the experts" if is_traced(node) else "the model calls the op itself"
     site = Site("fused", None, detail, location((node,)), ExpertsSpec.from_json(spec), engine)
     site.node, site.verify_error = node.name, node.meta.get(VERIFIED)
+    if OPEN in node.meta:
+        site.reason, site.combine_detail = "post-norm", node.meta[OPEN]
     if ops.is_block(node.target, router=True):
         site.router = RouterSpec.from_json(node.args[10])
     if ops.is_parallel(node.target):
@@ -113,7 +115,8 @@ def _traced(found: Analysis, direct: dict[fx.Node, Site]) -> dict[Block, Site]:
     """The blocks that were loops, which may still take their router in."""
     if found.view is None:  # a graph without any matrix product has no router
         return {}
-    blocks = {block_of(node, found.view): site for node, site in direct.items() if is_traced(node)}
+    closed = {node: site for node, site in direct.items() if is_traced(node) and OPEN not in node.meta}
+    blocks = {block_of(node, found.view): site for node, site in closed.items()}
     return {block: site for block, site in blocks.items() if block is not None}
 
 

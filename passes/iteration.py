@@ -42,7 +42,7 @@ from mok_compile.passes.standins import (
     number_of,
     numbered,
 )
-from mok_compile.passes.turn import Occupied, Passed, TurnFacts, not_from_0
+from mok_compile.passes.turn import Dropped, Occupied, Passed, TurnFacts, not_from_0
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
@@ -61,6 +61,7 @@ class _Domain(Exception):
 class Part:
     """What the experts [lo, hi) do: a proven block, or hand their tokens through, weighted (`passed`), or nothing.
 
+    `dropout`: the rate at which numbers are taken out of the block's weighted rows before they are added up.
     `sources` says what the input values ("input", (name,)) are: a `Members`, a `Local`, or a parameter itself.
     """
 
@@ -68,6 +69,7 @@ class Part:
     hi: int
     block: Block | None = None
     passed: Passed | None = None
+    dropout: float = 0.0
     sources: dict[str, Any] | None = None
 
 
@@ -203,6 +205,9 @@ class Turn:
         fact = facts.of(value)
         if value in facts.broken:
             raise Break(facts.broken[value].reason, facts.broken[value].detail)
+        rate = 0.0
+        if isinstance(fact, Dropped):
+            fact, rate = fact.rows, fact.rate
         if not isinstance(fact, (Combined, Passed)):
             raise Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
         if not self.cut.appends:
@@ -212,7 +217,8 @@ class Turn:
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
             raise not_from_0(lo)
-        return Part(lo, hi, replace(_block(final, fact, view, facts), base=None), sources=sources)
+        block = replace(_block(final, fact, view, facts), base=None)
+        return Part(lo, hi, block, dropout=rate, sources=sources)
 
     def _check_base(self, view: View, base: Value | None) -> None:
         if base is None or not self._is_start(base):

@@ -25,6 +25,7 @@ lib.define("equal(Tensor ids) -> Tensor")  # ids == e
 lib.define("segment(Tensor rows, SymInt n) -> Tensor")  # the n rows of the expert, where all are sorted by expert
 lib.define("joined(Tensor result, Tensor rows) -> Tensor")  # what all turns make of their `rows`, one after the other
 lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
+lib.define("dropout(Tensor rows, float rate, int draw) -> Tensor")  # the draws of a turn are numbered
 _FAKES: dict[str, Callable] = {
     "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
     "pick_at": lambda bank, rows: bank.new_empty((*rows.shape, *bank.shape[2:])),
@@ -32,6 +33,7 @@ _FAKES: dict[str, Callable] = {
     "segment": lambda rows, n: rows.new_empty((n, *rows.shape[1:])),
     "joined": lambda result, rows: result.new_empty((rows.shape[0], *result.shape[1:])),
     "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
+    "dropout": lambda rows, rate, draw: torch.empty_like(rows),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"mok_loop::{_name}", _fake, lib=lib)

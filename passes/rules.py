@@ -96,8 +96,9 @@ class Facts:
         try:
             fact = apply(self, value, *value.args, **value.kwargs) if apply else None
             if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
-                what = "random numbers, as dropout draws them, are" if value.op == "random" else f"{_name(value)} is"
-                raise Break("no-match", f"{what} not understood between dispatch and combine")
+                if value.op == "random":
+                    raise Break("dropout", "random numbers, as dropout draws them, work between dispatch and combine")
+                raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
             if isinstance(fact, Differentiable) and any(self._otherwise(v, value) for v in value.inputs):
                 raise Break("no-match", f"gradients are switched off in a part of the block, around {_name(value)}")
             if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2 and isinstance(fact.order, str):
@@ -886,8 +887,9 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
         elif number is not None:
             sides.append(number)
         else:
-            what = "random numbers, as dropout does" if drawn else "a tensor from elsewhere"
-            raise Break("activation", f"{_name(value)} joins the experts' rows with {what}")
+            if drawn:
+                raise Break("dropout", f"{_name(value)} joins the experts' rows with random numbers, as dropout does")
+            raise Break("activation", f"{_name(value)} joins the experts' rows with a tensor from elsewhere")
     dtypes = base.dtypes.union(*(f.dtypes for f in (left, right) if isinstance(f, Pointwise)), {value.meta.dtype})
     return replace(base, expr=combine(*sides), dtypes=dtypes)
 

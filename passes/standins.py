@@ -6,6 +6,8 @@ the proof: nothing that a turn does may depend on which expert it is for.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -321,11 +323,12 @@ class Listed:
 
 
 class Indexing(TorchFunctionMode):
-    """Tensors that are indexed or compared with an `Index`."""
+    """Tensors that are indexed or compared with an `Index`, and dropout, which is told by its name and rate."""
 
     def __init__(self, turn: Turn) -> None:
         super().__init__()
         self.turn = turn
+        self._draws = itertools.count()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # Parameters as placeholders: autograd would record for them what it saves.
@@ -343,7 +346,14 @@ class Indexing(TorchFunctionMode):
             return self._segment(args[0], args[1])
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             return Numbers(args[0])
+        if func is torch.nn.functional.dropout:
+            return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _dropout(self, func: Callable, rows: torch.Tensor, p: float = 0.5, training: bool = True, inplace=False):
+        if not training or inplace or not 0 < p < 1:
+            return func(rows, p, training, inplace)
+        return loop_ops.dropout(rows, float(p), next(self._draws))
 
     def _pick(self, tensor: torch.Tensor, index: Index) -> torch.Tensor:
         if tensor.shape[0] < index.hi:

@@ -203,13 +203,19 @@ class Substitution:
 
     def _kept(self, block: Block, node: fx.Node) -> fx.Node:
         """`node`, or a copy of it where it is written later on: the op's backward pass reads it again."""
+        return self._emit(block, torch.clone, node) if self._is_overwritten(block, node) else node
+
+    def _is_overwritten(self, block: Block, node: fx.Node) -> bool:
+        """Whether `node` is written after the block, and the op's backward pass would read it again."""
         end = self.view.positions[block.final]
         written = any(self.view.positions[w] > end for s in self.view.storages(node) for w in s.writers)
-        return self._emit(block, torch.clone, node) if written and torch.is_grad_enabled() else node
+        return written and torch.is_grad_enabled()
 
     def _weights(self, block: Block, weight: Weight) -> list[fx.Node]:
-        """A weight as the op wants it: one [E, out, in], or E of [out, in]."""
+        """A weight as the op wants it: one [E, out, in], or E of [out, in]. They are too large to be copied."""
         nodes = [self._operand(block, tensor) for tensor in weight.tensors]
+        if any(self._is_overwritten(block, node) for node in nodes):
+            raise Break("mutation", "the experts' weights are written in place after the block")
         return [self._emit(block, torch.transpose, n, -2, -1) for n in nodes] if weight.transposed else nodes
 
     def _from_table(self, block: Block, table: Value, ids: fx.Node) -> fx.Node:

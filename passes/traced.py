@@ -16,6 +16,8 @@ from mok_compile.spec import ExpertsSpec
 
 # In the `meta` of a call of ``mok::experts`` that stands for a loop.
 MARK = "mok_loop"
+# There too, of a call that gives the rows of each slot, for more than a sum to become of them: what that is.
+OPEN = "mok_open"
 # There too: the largest error that ``mok.verify`` found beside the loop.
 VERIFIED = "mok_verified"
 

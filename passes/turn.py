@@ -25,7 +25,7 @@ from mok_compile.passes.facts import (
     Token,
     Weight,
 )
-from mok_compile.passes.rules import RULES, Break, Facts, _biased, _projected, same
+from mok_compile.passes.rules import RULES, Break, Facts, _biased, _name, _projected, same
 from mok_compile.passes.view import Meta, Value, View
 
 if TYPE_CHECKING:
@@ -106,6 +106,14 @@ class Passed(Fact):
     base: Value
 
 
+@dataclass(frozen=True)
+class Dropped(Fact):
+    """What `rows` says, but dropout has taken numbers of the experts' outputs away, at this rate."""
+
+    rows: Pointwise | Combined
+    rate: float
+
+
 # The op of a value that no node holds: the expert of each row, by how many rows each expert has.
 ROW_IDS = "row_ids"
 # The same: the expert of each slot, by a mask that has at most one; no expert's number where it has none.
@@ -153,10 +161,19 @@ class TurnFacts(Facts):
         self._of[low] = fact.inner
         return low
 
+    def assumed(self, value: Value, fact: Fact | None) -> Value:
+        """A value that no node holds, like `value` but with this fact."""
+        other = self.derived("assumed", (value, fact), value, value.meta.shape)
+        if fact is not None:
+            self._of[other] = fact
+        return other
+
     def _derive(self, value: Value) -> None:
         apply = OWN.get(value.op)
         if value.op in _ROWWISE and any(isinstance(self.of(v), Staged) for v in value.inputs):
             apply = _rowwise
+        if any(isinstance(self.of(v), Dropped) for v in value.inputs):
+            apply = _behind_dropout
         if apply is not None:
             try:
                 fact = apply(self, value, *value.args, **value.kwargs)
@@ -164,7 +181,7 @@ class TurnFacts(Facts):
                 self._break(value, stop)
                 return
             if fact is not None:
-                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed)):
+                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed, Dropped)):
                     self._break(value, Break("no-match", "gradients are switched off inside the loop"))
                 else:
                     self._of[value] = fact
@@ -429,6 +446,33 @@ def _rowwise(facts, value, *args, **kwargs):
     fact = apply(facts, low, *args, **kwargs) if apply else None
     fact = RULES[value.op](facts, low, *args, **kwargs) if fact is None and value.op in RULES else fact
     return Staged(fact) if isinstance(fact, (Rows, Pointwise, Member)) else None
+
+
+@_own(loop_ops.dropout.default)
+def _dropout(facts, value, a, rate, draw):
+    fact = facts.of(a)
+    if isinstance(fact, Pointwise) and fact.bare is not None and fact.level == 2:
+        return Dropped(fact, rate)
+    if isinstance(fact, (Rows, Pointwise, Staged)):
+        raise Break("dropout", "dropout works inside the experts, before their last projection")
+    return None
+
+
+def _behind_dropout(facts, value, *args, **kwargs):
+    """Weights, casts and the sum: the same as if dropout came after them, or before it in the sum."""
+    dropped = [a for a in args if isinstance(facts.of(a), Dropped)]
+    if value.op not in (aten.mul.Tensor, aten.mul.Scalar, aten._to_copy.default, aten.index_add.default):
+        raise Break("post-norm", f"{_name(value)} works on the experts' outputs behind dropout")
+    fact = facts.of(dropped[0])
+    added = value.op is aten.index_add.default
+    if len(dropped) != 1 or not isinstance(fact.rows, Pointwise) or (added and dropped != [args[3]]):
+        raise Break("post-norm", f"{_name(value)} joins outputs behind dropout")
+    low = facts.assumed(value, None)
+    args = tuple(facts.assumed(a, fact.rows) if a is dropped[0] else a for a in args)
+    apply = OWN.get(value.op)
+    whole = apply(facts, low, *args, **kwargs) if apply else None
+    whole = RULES[value.op](facts, low, *args, **kwargs) if whole is None else whole
+    return replace(fact, rows=whole) if isinstance(whole, (Pointwise, Combined)) else None
 
 
 @_own(aten.mm.default)

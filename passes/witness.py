@@ -8,6 +8,7 @@ are compared, and the witnesses are taken out again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.record import lib
-from mok_compile.passes.traced import is_traced
+from mok_compile.passes.traced import OPEN, is_traced
 from mok_compile.passes.verify import TOLERANCE, Comparison, _concrete, _copy, _error, _same_random_state
 
 log = logging.getLogger("mok_compile")
@@ -70,7 +72,7 @@ def question(gm: fx.GraphModule, inputs: Sequence[Any] | None) -> list[Verdict]:
     verdicts: list[Verdict] = []
     if bodies and inputs is not None:
         try:
-            with _same_random_state(inputs):
+            with _same_random_state(inputs), _without_dropout(gm):
                 _Run(gm, verdicts).run(*(_copy(i) if _may_be_written(i) else _concrete(i) for i in inputs))
         except Exception:  # a bug of ours must not end the user's compile
             log.warning("mok-compile: a loop over experts could not be compared; please report", exc_info=True)
@@ -88,6 +90,26 @@ def _is_witness(node: fx.Node) -> bool:
 
 def _may_be_written(given: Any) -> bool:
     return isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter)
+
+
+def _without_dropout(gm: fx.GraphModule) -> contextlib.AbstractContextManager:
+    """Where dropout works behind experts, op and loop are compared with nothing dropped: they draw in another order."""
+    bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
+    drawn = any(OPEN in node.meta for body in bodies for node in body.graph.nodes)
+    return _Kept() if drawn else contextlib.nullcontext()
+
+
+class _Kept(TorchDispatchMode):
+    """Draws of dropout drop nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bernoulli_.float and len(args) > 1:
+            return args[0].fill_(args[1])  # which dropout then divides by
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is torch.ops.aten.native_dropout_backward.default:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 class _Run(fx.Interpreter):

@@ -169,5 +169,5 @@ def test_experts_that_are_left_out_are_named():
 def test_dropout_is_named():
     block = Capped([Plain(dropout=0.5) for _ in range(E)])
     (site,) = explain(block.train())(tokens(2, 9)).sites
-    assert (site.reason, site.status) == ("activation", "missed") and "dropout" in site.detail
+    assert (site.reason, site.status) == ("dropout", "missed") and "dropout" in site.detail
     assert explain(block.eval())(tokens(2, 9)).fused == 1

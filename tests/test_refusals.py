@@ -745,6 +745,30 @@ def test_routing_weights_are_overwritten_in_between():
     check_refused(WritesRoutingWeights(), tokens(grad=False), ids, weights, reason="mutation")
 
 
+class HalvesExpertsAfterwards(Fixed):
+    """Eager's backward pass does not read the down projection where neither the tokens nor the up projection need a
+    gradient; the op's would, for the routing weights."""
+
+    def forward(self, x, ids, weights):
+        y = super().forward(x, ids, weights)
+        with torch.no_grad():
+            self.down.mul_(0.5)
+        return y
+
+
+def test_expert_weights_are_overwritten_afterwards():
+    model, found = HalvesExpertsAfterwards(), []
+    model.requires_grad_(False)
+    before, fused = model.down.clone(), Fused(model)
+    for run in (model, fused):
+        model.down.copy_(before)
+        ids, weights = routing()
+        y = run(tokens(grad=False), ids, weights)
+        found.append((y.detach(), model.down.clone(), *torch.autograd.grad(y.square().sum(), weights)))
+    torch.testing.assert_close(*found)
+    assert fused.reasons == ["mutation"] and "written in place after" in str(fused.report), fused.report
+
+
 class Aliased(Fixed):
     """`base` and x are views of the same memory, and base is written after x was gathered."""
 

@@ -115,14 +115,20 @@ def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
     call, passed = plan
     total = None
     if call is not None:
-        x, ids, weights, dtype, *banks, spec, engine = call
+        x, ids, weights, dtype, *banks, spec, engine, rate = call
         x, ids = _value(owner, live, x), _slots(_value(owner, live, ids))
         weights = torch.ones_like(ids, dtype=x.dtype) if weights is None else _value(owner, live, weights)
         banks = [[t for bank in kind for t in _bank(owner, live, bank)] for kind in banks]
         if any(t.dtype != dtype for kind in banks for t in kind):
             return None  # others in their place while this is traced: `torch.func.functional_call`
+        slots = ids.shape[1]
+        if rate:  # of each slot's row, so that there are tokens with one slot each
+            x, ids, weights = x.unsqueeze(1).expand(-1, slots, -1).flatten(0, 1), *(_each(t) for t in (ids, weights))
         total = torch.ops.mok.experts.default(x.to(dtype), ids, weights, *banks, spec, engine)[0]
         comptime(_mark)
+        if rate:
+            comptime(_mark_open)
+            total = torch.nn.functional.dropout(total, rate).unflatten(0, (-1, slots)).sum(1)
     for lo, hi, x, ids, weights in passed:
         x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
         share = torch.where((ids >= lo) & (ids < hi), weights, 0).sum(1, keepdim=True)
@@ -157,6 +163,10 @@ def _verified() -> bool:
 def _slots(ids: torch.Tensor) -> torch.Tensor:
     ids = ids if ids.dim() == 2 else ids.unsqueeze(-1)
     return ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
+
+
+def _each(slots: torch.Tensor) -> torch.Tensor:
+    return slots.reshape(-1, 1)
 
 
 def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
@@ -225,6 +235,13 @@ def _mark(context: Any) -> None:
     from mok_compile.passes.traced import MARK
 
     _variable(context, "total").as_proxy().node.args[0].meta[MARK] = True
+
+
+def _mark_open(context: Any) -> None:
+    """Says what is done to the rows of the op's experts before they are added up."""
+    from mok_compile.passes.traced import OPEN
+
+    _variable(context, "total").as_proxy().node.args[0].meta[OPEN] = "dropout works on the experts' outputs"
 
 
 def _call_witness(context: Any) -> None:
@@ -342,7 +359,7 @@ def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
         hidden=hidden,
         intermediate=inner,
         num_experts=experts,
-        top_k=block.k,
+        top_k=1 if part.dropout else block.k,
         dtype=block.down.stored.meta.dtype,
         weights_dtype=block.x.meta.dtype if block.weights is None else block.weights.meta.dtype,
         device=block.x.meta.device,
@@ -353,7 +370,7 @@ def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
     engine = engines.choose(block.spec, problem, wanted).name
     operands = (recipe(block.x), recipe(block.ids), weights, problem.dtype, up, (down,), up_bias, down_bias)
     passed = tuple(_passed_recipe(p, owner) for p in parts if p.passed is not None)
-    return (*operands, block.spec.to_json(), engine), passed
+    return (*operands, block.spec.to_json(), engine, part.dropout), passed
 
 
 def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
