@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mok_compile.passes.reach import INTERNAL, Reach
 from mok_compile.passes.rules import Break
 
 
@@ -45,23 +46,40 @@ _OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, tuple, list, dict, set, frozenset)
 
 
-def alike(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    """Whether two experts differ in nothing but the numbers in their parameters."""
+def difference(a: torch.nn.Module, b: torch.nn.Module, reach: Reach) -> str | None:
+    """In what two experts differ besides the numbers in their parameters, as far as code can read it; None if in
+    nothing."""
     if a is b:
-        return True
-    if type(a) is not type(b) or a.__dict__.keys() != b.__dict__.keys():
-        return False
+        return None
+    if type(a) is not type(b):
+        return f"one is {_named(a)}, the other {_named(b)}"
     for tensors in ("_parameters", "_buffers"):
         mine, theirs = getattr(a, tensors), getattr(b, tensors)
-        if mine.keys() != theirs.keys() or not all(_same_kind(t, theirs[name]) for name, t in mine.items()):
-            return False
-    if a._modules.keys() != b._modules.keys():
-        return False
-    pairs = [(child, b._modules[name]) for name, child in a._modules.items()]
-    if not all((x is y) or (x is not None and y is not None and alike(x, y)) for x, y in pairs):
-        return False
-    values = ((value, b.__dict__[name]) for name, value in a.__dict__.items() if name not in _OWN)
-    return all(_same_value(x, y, a, b) for x, y in values)
+        for name in dict.fromkeys((*mine, *theirs)):
+            if name not in mine or name not in theirs or not _same_kind(mine[name], theirs[name]):
+                return f"{name} is not of one shape and kind"
+    if list(a._modules) != list(b._modules):
+        return f"{_named(a)} holds other modules"
+    for name, child in a._modules.items():
+        other = b._modules[name]
+        if child is not other:
+            found = "only one has it" if child is None or other is None else difference(child, other, reach)
+            if found is not None:
+                return f"{name}: {found}"
+    for name in dict.fromkeys((*a.__dict__, *b.__dict__)):
+        if name in _OWN or not (name in INTERNAL or name in reach.names or reach.is_dynamic(a)):
+            continue
+        if name not in a.__dict__ or name not in b.__dict__:
+            return f"only one has {name}"
+        x, y = a.__dict__[name], b.__dict__[name]
+        if not _same_value(x, y, a, b):
+            plain = isinstance(x, _PLAIN) and isinstance(y, _PLAIN)
+            return f"{name} is {x!r} and {y!r}" if plain else f"each has a {name} of its own ({_named(x)})"
+    return None
+
+
+def _named(value: Any) -> str:
+    return type(value).__name__
 
 
 def _same_kind(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

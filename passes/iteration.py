@@ -73,33 +73,35 @@ class Part:
     sources: dict[str, Any] | None = None
 
 
-def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int] = frozenset()) -> tuple[Part, ...]:
+def understand(
+    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], reach: Reach
+) -> tuple[Part, ...]:
     """Proves what the loop of `cut` does in `owner`: what becomes of each range of experts.
 
     `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. `masks`: the places of those
-    that hold zeros, and at most one 1 in each row. Break with reason and detail where there is no proof.
+    that hold zeros, and at most one 1 in each row. `reach`: of the cut's probe. Break with reason and detail where there is no proof.
     """
     check_quiet(owner, cut.reads)
     _check_apart(cut, live)
     for value in live:
         _fix_slots(value)
     try:
-        Turn(cut, owner, live, None).run()
+        Turn(cut, owner, live, None, reach).run()
         raise Break("no-match", "the loop is never entered")
     except _Domain as domain:
-        ranges = [(0, domain.size)]
+        ranges = [(0, domain.size, "")]
     parts: list[Part] = []
-    reach = Reach(owner, cut.probe)
     while ranges:
-        lo, hi = ranges.pop(0)
+        lo, hi, why = ranges.pop(0)
         try:
-            parts.append(_prove(cut, owner, live, masks, lo, hi, reach))
+            parts.append(_prove(cut, owner, live, masks, (lo, hi, why), reach))
         except Split as split:
-            ranges[:0] = [(lo, split.at), (split.at, hi)]
+            ranges[:0] = [(lo, split.at, why), (split.at, hi, split.why)]
+            why = split.why
         except Absent:
             parts.append(Part(lo, hi))
         if len(parts) + len(ranges) > (1 if cut.appends else _MAX_PARTS):
-            raise Break("layout", "the experts are of too many kinds")
+            raise Break("layout", why or "the experts are of too many kinds")
     return tuple(parts)
 
 
@@ -128,10 +130,10 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def _prove(
-    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], lo: int, hi: int, reach: Reach
+    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], range: tuple[int, int, str], reach: Reach
 ) -> Part:
     effects = Effects(owner, reach)
-    turn, idle = Turn(cut, owner, live, (lo, hi)), Turn(cut, owner, live, (lo, hi), rows=0)
+    turn, idle = Turn(cut, owner, live, range, reach), Turn(cut, owner, live, range, reach, rows=0)
     try:
         result, nothing = turn.run(), idle.run()
     finally:
@@ -144,13 +146,20 @@ def _prove(
 
 
 class Turn:
-    """One turn of a loop, for an expert in `range`; None only asks how many there are. The expert has `rows` rows, or
-    some number of them."""
+    """One turn of a loop, for an expert in `range` (and why that does not start at 0); None only asks how many there
+    are. The expert has `rows` rows, or some number of them."""
 
     def __init__(
-        self, cut: Cut, owner: torch.nn.Module, live: tuple, range: tuple[int, int] | None, rows: int | None = None
+        self,
+        cut: Cut,
+        owner: torch.nn.Module,
+        live: tuple,
+        range: tuple[int, int, str] | None,
+        reach: Reach,
+        rows: int | None = None,
     ) -> None:
-        self.cut, self.owner, self.live, self.range, self.rows = cut, owner, live, range, rows
+        self.cut, self.owner, self.live, self.reach, self.rows = cut, owner, live, reach, rows
+        self.range, self.why = (None, "") if range is None else (range[:2], range[2])
         self.recorder = Recorder()
         self.segmented: torch.Tensor | None = None  # rows sorted by expert, of which the turn takes its own
         self.counts: Value | None = None  # how many those are for each expert
@@ -216,7 +225,7 @@ class Turn:
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
-            raise not_from_0(lo)
+            raise not_from_0(lo, self.why)
         block = replace(_block(final, fact, view, facts), base=None)
         return Part(lo, hi, block, dropout=rate, sources=sources)
 

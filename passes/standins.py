@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mok_compile.passes import record  # noqa: F401  registers the ops
-from mok_compile.passes.alike import alike, check_calm
+from mok_compile.passes.alike import check_calm, difference
 from mok_compile.passes.rules import Break
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ _TOKEN = "\0e\0"  # stands for the expert's number in a string
 
 
 class Split(Exception):
-    """Experts from `at` on are of another kind than those before."""
+    """Experts from `at` on are of another kind than those before; `why`, where that is known."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, why: str = "") -> None:
         super().__init__(at)
-        self.at = at
+        self.at, self.why = at, why
 
 
 class Absent(Exception):
@@ -273,9 +273,11 @@ class Group:
         except KeyError as missing:
             raise Break("no-match", f"there is no expert {missing}") from None
         with torch._C.DisableTorchFunction():  # looks at all parameters; `Indexing` has no business there
-            other = next((i for i, member in enumerate(members) if not alike(members[0], member)), None)
+            found = ((i, difference(members[0], member, self._turn.reach)) for i, member in enumerate(members))
+            other = next(((i, what) for i, what in found if what is not None), None)
         if other is not None:
-            raise Split(lo + other)
+            i, what = other
+            raise Split(lo + i, f"experts {lo} and {lo + i} are not alike: {what}")
         return Expert(self._turn, self._name, keys, members)
 
 

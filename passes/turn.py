@@ -192,11 +192,10 @@ class TurnFacts(Facts):
         self.broken[value] = Broken(stop.reason, stop.detail, value)
 
 
-def not_from_0(lo: int) -> Break:
-    """Why the experts from number `lo` on are no block."""
-    return Break(
-        "layout", f"the loop does something else for the experts before number {lo}, and runs an MLP only from there on"
-    )
+def not_from_0(lo: int, why: str) -> Break:
+    """Why the experts from number `lo` on are no block; `why` they are not of one kind with those before."""
+    other = f"the loop does something else for the experts before number {lo}, and runs an MLP only from there on"
+    return Break("layout", why or other)
 
 
 def _integer(value: Value) -> bool:
@@ -339,7 +338,7 @@ def _pick(facts, value, bank, keepdim):
     if fact is not None or len(bank.meta.shape) not in (2, 3):
         return None
     if lo != 0:
-        raise not_from_0(lo)
+        raise not_from_0(lo, facts.turn.why)
     if bank.meta.shape[0] != hi:
         bank = facts.derived(aten.slice.Tensor, (bank, 0, 0, hi), bank, (hi, *bank.meta.shape[1:]))
     member = Member(Weight(bank, True))

@@ -891,3 +891,73 @@ def test_router_logits_of_models(family):
         wanted, found = model(input_ids=ids).router_logits, Traced(model)(input_ids=ids).router_logits
     for a, b in zip(wanted, found, strict=True):
         assert_close(b, a)
+
+
+# Experts that are not alike
+
+
+class Limits:
+    limit = 1.0
+
+
+class Limited(Mlp):
+    """Each expert holds an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = Limits()
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)).clamp(max=self.limits.limit) * self.up_proj(x))
+
+
+class Scaled(Mlp):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * self.scale)
+
+
+def noted(number):
+    """What no code reads."""
+    expert = Mlp()
+    expert.number, expert.limits = number, Limits()
+    return expert
+
+
+@pytest.mark.parametrize(
+    ("make", "difference"),
+    [
+        (lambda e: Limited(), "each has a limits of its own (Limits)"),
+        (lambda e: Scaled(1.0 + e), "scale is 1.0 and 2.0"),
+        (lambda e: Mlp(act=nn.SiLU() if e else nn.GELU()), "act_fn: one is GELU, the other SiLU"),
+        (lambda e: Mlp(act=nn.GELU("none" if e else "tanh")), "act_fn: approximate is 'tanh' and 'none'"),
+    ],
+)
+def test_in_what_experts_differ_is_named(make, difference):
+    model = Ranged([make(e) for e in range(E)])
+    (site,) = explain(model)(tokens(2, 9)).sites
+    assert (site.status, site.reason) == ("missed", "layout"), site
+    assert f"experts 0 and 1 are not alike: {difference}" in site.detail
+
+
+def test_what_no_code_reads_makes_no_difference():
+    model = Ranged([noted(e) for e in range(E)])
+    traced = check(model)
+    model.experts[1].number = 7
+    compare(model, traced, tokens(2, 9))
+
+
+def test_what_is_read_by_a_name_put_together_does():
+    class Reads(Mlp):
+        def forward(self, x):
+            return super().forward(x) * getattr(self, "num" + "ber")
+
+    model = Ranged([Reads() for _ in range(E)])
+    for number, expert in enumerate(model.experts):
+        expert.number = 1.0 + number
+    traced = Traced(model)
+    compare(model, traced, tokens(2, 9))
+    assert traced.report.fused == 0

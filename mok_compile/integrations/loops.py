@@ -322,7 +322,10 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         masks = frozenset(place for place, node in enumerate(nodes) if node is not None and is_one_hot(node))
         engine = our_options().engine
         plan, reach = proven(
-            cut, owner, (*live, masks, engine), lambda: _written(understand(cut, owner, live, masks), owner, engine)
+            cut,
+            owner,
+            (*live, masks, engine),
+            lambda reach: _written(understand(cut, owner, live, masks, reach), owner, engine),
         )
         guard(owner, source, reach)
     except Break as stop:

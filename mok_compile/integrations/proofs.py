@@ -40,8 +40,8 @@ def _forget(*_) -> None:
     _known.clear()
 
 
-def proven(cut: Any, owner: torch.nn.Module, live: tuple, prove: Callable[[], Any]) -> tuple[Any, Reach]:
-    """What `prove()` returns for the loop of `cut` in `owner`, or has returned for another module that is alike; and
+def proven(cut: Any, owner: torch.nn.Module, live: tuple, prove: Callable[[Reach], Any]) -> tuple[Any, Reach]:
+    """What `prove(reach)` returns for the loop of `cut` in `owner`, or has returned for another module that is alike; and
     what that depends on. Break as `prove` raises it. `live`: what else the proof depends on."""
     found = _known.setdefault(cut, [])
     known = next((k for k in reversed(found) if describe(owner, k.reach, live) == k.told), None)
@@ -49,7 +49,7 @@ def proven(cut: Any, owner: torch.nn.Module, live: tuple, prove: Callable[[], An
         reach = Reach(owner, cut.probe)
         told = describe(owner, reach, live)
         try:
-            outcome = prove()
+            outcome = prove(reach)
         except Break as stop:
             outcome = stop
         known = _Known(reach, told, outcome)
