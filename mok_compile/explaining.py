@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +20,28 @@ from mok_compile.integrations.loops import refused, trace_again_if_wrong
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
+from mok_compile.passes.view import name_of
 from mok_compile.report import Report, Site
 from mok_compile.spec import ExpertsSpec
 from mok_compile.table import parts
 
+_CHOICES = {"topk", "sort", "argsort", "max", "argmax", "kthvalue", "multinomial"}
+_MASKS = {
+    "eq",
+    "ne",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "where",
+    "one_hot",
+    "nonzero",
+    "masked_fill",
+    "scatter",
+    "scatter_",
+    "gather",
+    "index_select",
+}
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
 _UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
@@ -30,6 +49,7 @@ _CHECKPOINTED = (
     "these experts are in a checkpointed layer whose graph breaks, for the reasons in the notes: torch runs all of the "
     "layer in eager mode"
 )
+_SOFT = "every token goes through all of these experts: no graph makes a choice among them, as top-k does"
 _DIRECT = "the model calls the op itself, outside of any graph"
 _NOT_GROUPED = (
     "these experts are computed without a matmul by expert (such as torch.nn.functional.grouped_mm), so that there is "
@@ -73,11 +93,12 @@ class Collector:
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
-        self._lines: set[tuple[str, int]] = set()  # source lines that the graphs come from
+        self._calls: dict[tuple[str, int], set[str]] = defaultdict(set)  # by source line: what is called there
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
         for node in gm.graph.nodes:
-            self._lines.update(lines_of(node))
+            for line in lines_of(node):
+                self._calls[line].add(name_of(node))
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         trace_again_if_wrong(twin, inputs, self.options)
@@ -92,7 +113,17 @@ class Collector:
 
     def has_seen(self, code: types.CodeType) -> bool:
         """Whether a graph holds something of `code`."""
-        return any((code.co_filename, line) in self._lines for _, _, line in code.co_lines())
+        return bool(self._called_by(code))
+
+    def _called_by(self, code: types.CodeType) -> set[str]:
+        """The names of what graphs call on the way from the lines of `code`."""
+        lines = {(code.co_filename, line) for _, _, line in code.co_lines()}
+        return set().union(*(self._calls[line] for line in lines & self._calls.keys()))
+
+    def _is_soft(self, code: types.CodeType) -> bool:
+        """Whether nothing chooses among the experts that `code` runs: neither it nor what hands it weights."""
+        chosen = any(names & _CHOICES for names in self._calls.values())
+        return not chosen and self._called_by(code).isdisjoint(_MASKS)
 
     def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
@@ -115,6 +146,8 @@ class Collector:
                 place = path or "(no module)"  # the model itself is one block
                 where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
                 reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
+                if not broke and self._is_soft(code):
+                    reason, detail = "soft", _SOFT
                 if owner in refused:  # the loop was looked at
                     known, why = refused[owner]
                     reason, detail = reason if known == "no-match" else known, f"{detail}: {why}"

@@ -38,6 +38,10 @@ REASONS = {
         "set its rate to 0 (such as config.dropout_rate or config.activation_dropout); on the block's input or result, "
         "or on the experts' outputs, it does no harm",
     ),
+    "soft": (
+        "every token goes through every expert: a soft mixture, which has nothing sparse to fuse",
+        "nothing: it runs under Inductor as before; with weights of a top-k choice it would be a block",
+    ),
     "router": (
         "the experts are fused, the router is not",
         "nothing: the router runs under Inductor as before; router_detail says where it differs from the known ones",

@@ -26,6 +26,8 @@ _CHOICES = {  # at which place the dimension is among the arguments, and the dim
     **dict.fromkeys((aten.multinomial.default,), (None, -1)),
     **dict.fromkeys((aten.topk.default,), (2, -1)),
 }
+_CUTS = (aten.relu.default, aten.clamp.default, aten.clamp_min.default, aten.threshold.default, aten.hardtanh.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _SELECTS = {
     *(aten.mul.Tensor, aten.div.Tensor, aten.bmm.default, aten.mm.default, aten.gather.default, aten.index.Tensor),
     *(aten.index_select.default, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf),
@@ -84,14 +86,31 @@ def _routed(values: list[Value], facts: Facts) -> Iterable[Value]:
 
 def _weighed(values: list[Value], facts: Facts) -> Iterable[Value]:
     """Results of the second projection that weights [T, E] multiply."""
-    for value in values:
-        if value.op not in (aten.mul.Tensor, aten.bmm.default):
-            continue
-        rows = [facts.of(v) for v in value.inputs if _on_every_token(v, facts)]
-        second = [fact for fact in rows if isinstance(fact.rows, Pointwise) and fact.rows.level > 1]
-        others = [v for v in value.inputs if facts.of(v) is None]
-        if len(second) == len(others) == 1 and _of_tokens_and_experts(others[0], second[0].experts, facts):
-            yield value
+    return (value for value in values if _weights_at(value, facts) is not None)
+
+
+def _weights_at(value: Value, facts: Facts) -> Value | None:
+    """The weights [T, E] that are multiplied with results of the second projection there."""
+    if value.op not in (aten.mul.Tensor, aten.bmm.default):
+        return None
+    rows = [facts.of(v) for v in value.inputs if _on_every_token(v, facts)]
+    second = [fact for fact in rows if isinstance(fact.rows, Pointwise) and fact.rows.level > 1]
+    others = [v for v in value.inputs if facts.of(v) is None]
+    if len(second) != 1 or len(others) != 1 or not _of_tokens_and_experts(others[0], second[0].experts, facts):
+        return None
+    return others[0]
+
+
+def is_soft(value: Value, facts: Facts) -> bool:
+    """Whether weights multiply the results of all experts there that are not zero for any: from the logits on, nothing
+    chooses, compares or cuts off."""
+    pending = [weights] if (weights := _weights_at(value, facts)) is not None else []
+    soft = bool(pending)
+    while pending:
+        value = pending.pop()
+        soft &= value.op not in (*_CHOICES, *_CUTS, "opaque", "random", "written") and value.meta.dtype != torch.bool
+        pending += () if value.op in _PRODUCTS else value.inputs
+    return soft
 
 
 def _of_tokens_and_experts(value: Value, experts: int, facts: Facts) -> bool:

@@ -73,13 +73,12 @@ class Part:
     sources: dict[str, Any] | None = None
 
 
-def understand(
-    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], reach: Reach
-) -> tuple[Part, ...]:
+def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], reach: Reach) -> tuple[Part, ...]:
     """Proves what the loop of `cut` does in `owner`: what becomes of each range of experts.
 
     `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. `masks`: the places of those
-    that hold zeros, and at most one 1 in each row. `reach`: of the cut's probe. Break with reason and detail where there is no proof.
+    that hold zeros, and at most one 1 in each row. `reach`: of the cut's probe.
+    Break with reason and detail where there is no proof.
     """
     check_quiet(owner, cut.reads)
     _check_apart(cut, live)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mok_compile import activation as act
-from mok_compile.passes.chosen import are_chosen, experts_on_every_token, rows_behind
+from mok_compile.passes.chosen import are_chosen, experts_on_every_token, is_soft, rows_behind
 from mok_compile.passes.facts import (
     EVERY,
     Broken,
@@ -439,6 +439,10 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
         else:
             groups.append([anchor])
     for group in groups:
+        soft = next((n for n in _behind_all(group) for v in view.made.get(n, ()) if is_soft(v, facts)), None)
+        if soft is not None:
+            yield Miss(tuple(group), "soft", "these weights of all experts come from no choice among them", soft)
+            continue
         known = next((broken[a] for a in group if a in broken), None)
         if known is not None:
             stop, at = known
@@ -477,6 +481,11 @@ def _inside(node: fx.Node, group: list[fx.Node]) -> bool:
     return len(group) > 1 and node in _descendants(group[0]) and group[-1] in _descendants(node)
 
 
+def _behind_all(group: list[fx.Node]) -> list[fx.Node]:
+    """The anchors of a block, and all that is computed from the first of them."""
+    return [*group, *_descendants(group[0])]
+
+
 def _descendants(node: fx.Node) -> set[fx.Node]:
     found, pending = set(), [node]
     while pending:
@@ -489,7 +498,7 @@ def _descendants(node: fx.Node) -> set[fx.Node]:
 
 def _first_break(group: list[fx.Node], view: View, facts: Facts) -> Broken | None:
     """The earliest place where the proof of this block broke: at one of its anchors or behind it."""
-    nodes = [*group, *_descendants(group[0])]
+    nodes = _behind_all(group)
     breaks = {facts.broken[v] for node in nodes for v in view.made.get(node, ()) if v in facts.broken}
     anchors = {v for anchor in group for v in view.made[anchor]}
     own = [b for b in breaks if _behind(anchors, b)]

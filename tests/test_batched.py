@@ -435,7 +435,24 @@ class SoftMixtureOfProducts(SoftMixture):
         return (rows * self.gate(x).softmax(-1)[..., None]).sum(1)
 
 
-@pytest.mark.parametrize("block", [NormBetween, Selected, SoftMixture, SoftMixtureOfProducts, DenseWithoutRouting])
+class CutOff(SoftMixture):
+    """Scores that are zero for some experts, though nothing chooses."""
+
+    def table(self, ids, weights):
+        return torch.relu(self.shares - 0.2)
+
+
+@pytest.mark.parametrize("block", [SoftMixture, SoftMixtureOfProducts])
+def test_soft_mixtures_are_named(block):
+    """No sparse block, and no fault of its spelling."""
+    model = block()
+    fused = Fused(model)
+    compare(model, fused, tokens(), tolerance=1e-6)
+    assert fused.counts() == (0, 1) and fused.reasons == ["soft"], fused.report
+    assert "top-k" in fused.report.sites[0].cure
+
+
+@pytest.mark.parametrize("block", [NormBetween, Selected, CutOff, DenseWithoutRouting])
 def test_experts_on_every_token_are_named(block):
     """What is no form that can be fused is a miss: a choice or weights of tokens and experts say that these are
     experts."""

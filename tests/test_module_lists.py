@@ -911,7 +911,7 @@ class Limited(Mlp):
         return self.down_proj(F.silu(self.gate_proj(x)).clamp(max=self.limits.limit) * self.up_proj(x))
 
 
-class Scaled(Mlp):
+class Factor(Mlp):
     def __init__(self, scale):
         super().__init__()
         self.scale = scale
@@ -931,7 +931,7 @@ def noted(number):
     ("make", "difference"),
     [
         (lambda e: Limited(), "each has a limits of its own (Limits)"),
-        (lambda e: Scaled(1.0 + e), "scale is 1.0 and 2.0"),
+        (lambda e: Factor(1.0 + e), "scale is 1.0 and 2.0"),
         (lambda e: Mlp(act=nn.SiLU() if e else nn.GELU()), "act_fn: one is GELU, the other SiLU"),
         (lambda e: Mlp(act=nn.GELU("none" if e else "tanh")), "act_fn: approximate is 'tanh' and 'none'"),
     ],

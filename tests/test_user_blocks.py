@@ -6,6 +6,8 @@ from harness import Fused, check_fused, compare
 from torch import nn
 from torch.nn import functional as F
 
+from mok_compile import explain
+
 HIDDEN, INNER, EXPERTS, K, TOKENS = 16, 12, 4, 2, 9
 
 
@@ -460,3 +462,24 @@ def test_a_block_in_a_branch_of_the_graph_is_named():
     (site,) = fused.report.sites
     assert (site.status, site.reason) == ("missed", "no-match") and "cond" in site.detail
     assert site.location.startswith("block [Dense]")
+
+
+class SoftStacked(SoftMixture):
+    def forward(self, x):
+        return torch.einsum(
+            "te,teh->th", self.gate(x).sigmoid(), torch.stack([expert(x) for expert in self.experts], 1)
+        )
+
+
+class Thresholded(SoftMixture):
+    """Zero where a score is low: sparse, though in an unknown way."""
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        return sum((scores * (scores > 0.2))[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("block", [SoftMixture, SoftStacked, Thresholded])
+def test_a_soft_mixture_is_told_apart(block):
+    report = explain(block())(tokens())
+    assert [site.reason for site in report.sites] == ["no-match" if block is Thresholded else "soft"], report

@@ -41,8 +41,8 @@ def _forget(*_) -> None:
 
 
 def proven(cut: Any, owner: torch.nn.Module, live: tuple, prove: Callable[[Reach], Any]) -> tuple[Any, Reach]:
-    """What `prove(reach)` returns for the loop of `cut` in `owner`, or has returned for another module that is alike; and
-    what that depends on. Break as `prove` raises it. `live`: what else the proof depends on."""
+    """What `prove(reach)` returns for the loop of `cut` in `owner`, or has returned for another module that is alike;
+    and what that depends on. Break as `prove` raises it. `live`: what else the proof depends on."""
     found = _known.setdefault(cut, [])
     known = next((k for k in reversed(found) if describe(owner, k.reach, live) == k.told), None)
     if known is None:
