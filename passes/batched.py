@@ -46,6 +46,7 @@ from mok_compile.passes.rules import (
     _root,
     _weight,
     _weighted,
+    pinned,
     rule,
     same,
 )
@@ -347,7 +348,7 @@ def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swap
         return None
     if swapped:
         roles = (roles[0], roles[2], roles[1])
-    k = weight.what.ids.meta.shape[-1] if gathered else 1
+    k = pinned(weight.what.ids.meta.shape[-1]) if gathered else 1
     ids = _root(weight.what.ids) if gathered else None
     source = _start(rows, SLOT if gathered else EVERY, k) if start else rows.what
     if gathered and source.ids not in (None, ids):
@@ -520,7 +521,7 @@ def _by(rows: Rows | Pointwise, weights: Value | Share | Hits) -> Rows | Pointwi
     hits = weights.hits if isinstance(weights, Share) else weights
     if rows.ids not in (None, hits.ids):
         raise Break("no-match", "rows are multiplied by the routing weights of another routing")
-    rows = replace(rows, ids=hits.ids, k=hits.k)
+    rows = replace(rows, ids=hits.ids, k=pinned(hits.k))
     if isinstance(weights, Hits):  # zeros where a token does not go, which its routing weight says once more
         return replace(rows, fenced=True)
     return _weighted(rows, RowWeight(weights.weights, hits.ids, rows.order))

@@ -29,7 +29,7 @@ from mok_compile.passes.facts import (
 )
 from mok_compile.passes.masks import distinct
 from mok_compile.passes.parts import extend
-from mok_compile.passes.rules import Break, Facts, _dim, _number, _weighted, rule, same
+from mok_compile.passes.rules import Break, Facts, _dim, _number, _weighted, pinned, rule, same
 from mok_compile.passes.shares import from_column, is_table, shared_out, tabulated
 from mok_compile.passes.view import Value
 
@@ -120,7 +120,7 @@ def _every_token(facts: Facts, outputs: Value, hits: Hits) -> Pointwise | None:
     cone, x = _expert_cone(facts, outputs)
     if x is None:
         return None
-    start = Rows(x, hits.k or 1, hits.ids, hits, dtypes=frozenset([x.meta.dtype]))
+    start = Rows(x, pinned(hits.k) or 1, hits.ids, hits, dtypes=frozenset([x.meta.dtype]))
     inside = Facts(cone, {x: start})
     rows = inside.of(outputs)
     stop = inside.broken.get(outputs)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mok_compile.passes.alike import check_quiet
@@ -42,7 +43,7 @@ from mok_compile.passes.standins import (
     number_of,
     numbered,
 )
-from mok_compile.passes.turn import Dropped, Occupied, Passed, TurnFacts, not_from_0
+from mok_compile.passes.turn import Dropped, Occupied, Passed, Symbolic, TurnFacts, not_from_0
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
@@ -99,6 +100,8 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[i
             why = split.why
         except Absent:
             parts.append(Part(lo, hi))
+        except Pinned:
+            ranges[:0] = [(lo, hi, why)]
         if len(parts) + len(ranges) > (1 if cut.appends else _MAX_PARTS):
             raise Break("layout", why or "the experts are of too many kinds")
     return tuple(parts)
@@ -144,6 +147,10 @@ def _prove(
     return turn.conclude(result, masks)
 
 
+class Pinned(Exception):
+    """A size that was a symbol is a number from now on."""
+
+
 class Turn:
     """One turn of a loop, for an expert in `range` (and why that does not start at 0); None only asks how many there
     are. The expert has `rows` rows, or some number of them."""
@@ -166,6 +173,7 @@ class Turn:
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self._total: Any = None
         self._masks: frozenset[int] = frozenset()
+        self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
 
     def run(self) -> torch.Tensor | None:
         """What the turn leaves of the total, or puts into its list."""
@@ -205,7 +213,7 @@ class Turn:
         final = self.recorder.node(result)
         if self._counted is not None:
             self.counts = view.value(self.recorder.node(self._counted))
-        facts = TurnFacts(view, self)
+        facts = self._facts(view)
         self._check_untouched(view, final)
         value = view.value(final)
         if self._is_start(value):
@@ -227,6 +235,16 @@ class Turn:
             raise not_from_0(lo, self.why)
         block = replace(_block(final, fact, view, facts), base=None)
         return Part(lo, hi, block, dropout=rate, sources=sources)
+
+    def _facts(self, view: View) -> TurnFacts:
+        try:
+            return TurnFacts(view, self)
+        except Symbolic as found:  # the number of slots is part of the block: Dynamo is to guard it
+            size = self._symbols.get(found.size.node.expr)
+            if size is None or free_unbacked_symbols(size):
+                raise Break("shape", "the number of a token's slots is symbolic") from None
+            int(size)
+            raise Pinned from None
 
     def _check_base(self, view: View, base: Value | None) -> None:
         if base is None or not self._is_start(base):
@@ -286,6 +304,7 @@ class Turn:
                 return int(key)
             if key not in sizes:
                 sizes[key] = self.recorder.size(2)
+                self._symbols[sizes[key].node.expr] = size
             return sizes[key]
 
         if self.cut.live[place] == self.cut.start:

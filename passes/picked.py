@@ -33,7 +33,7 @@ from mok_compile.passes.facts import (
     Token,
 )
 from mok_compile.passes.masks import distinct
-from mok_compile.passes.rules import Break, Facts, _dim, _integer, rule, same
+from mok_compile.passes.rules import Break, Facts, _dim, _integer, pinned, rule, same
 from mok_compile.passes.shares import from_column
 from mok_compile.passes.sign import may_be_negative
 from mok_compile.passes.view import Value
@@ -155,7 +155,7 @@ def _picked(facts: Facts, a: Value, hits: Hits, axes: list[str]) -> Fact | None:
             return from_column(a, hits)
         plain = fact is None or isinstance(fact, (Full, Partial, Combined))
         if plain and floating and rank == len(axes) + 1:
-            return Rows(a, hits.k or 1, hits.ids, hits, dtypes=frozenset([a.meta.dtype]))
+            return Rows(a, pinned(hits.k) or 1, hits.ids, hits, dtypes=frozenset([a.meta.dtype]))
     in_order = axes[-1] == CHOICE and set(axes[:-1]) == {TOKEN}
     return RowWeight(a, hits.ids, hits) if fact is None and floating and narrow and in_order else None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mok_compile.passes.facts import Full
-from mok_compile.passes.rules import Break, Facts, _number, same
+from mok_compile.passes.rules import Break, Facts, _number, pinned, same
 from mok_compile.passes.site import Block
 from mok_compile.passes.view import Value
 from mok_compile.router import LATE, Groups, RouterSpec, Step
@@ -130,6 +130,7 @@ class _Search:
     def _topk(self, value: Value) -> tuple[Value, int, bool]:
         """What `value` (a result of top-k along the last dimension) chooses from, how many, and whether in order."""
         a, k, dim, largest, ordered = (*value.args, *(-1, True, True)[len(value.args) - 2 :])
+        k = pinned(k)
         if value.kwargs or not isinstance(k, int) or not _last(a, dim) or not largest:
             raise _stop("top-k does not choose the largest along the last dimension")
         return a, k, ordered

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from mok_compile import activation as act
 from mok_compile.passes.facts import (
@@ -186,6 +186,14 @@ def same(a, b) -> bool:
     return bool(statically_known_true(a == b))
 
 
+def pinned(size: int | torch.SymInt | None) -> int | None:
+    """The number of a token's slots, which is part of the block: a symbolic one is pinned, with the guard that this
+    takes. None for one that only the data tells."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return None if free_unbacked_symbols(size) else int(size)
+
+
 def _name(value: Value) -> str:
     return str(value.op).removesuffix(".default")
 
@@ -288,6 +296,8 @@ def _sort(facts, value, a, dim=-1, descending=False, *, stable=None, **kwargs):
 @rule(aten.floor_divide.default, aten.div.Tensor_mode)
 def _floor_divide(facts, value, a, k, rounding_mode="floor"):
     fact = facts.of(a)
+    if isinstance(fact, Perm) and len(fact.ids.meta.shape) > 1 and same(fact.ids.meta.shape[-1], k):
+        k = pinned(k)
     if not isinstance(k, int) or k < 1 or rounding_mode not in ("floor", "trunc") or not _integer(value):
         return _binary_div(facts, value, a, k) if rounding_mode is None else None
     if isinstance(fact, Perm):

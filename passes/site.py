@@ -35,7 +35,7 @@ from mok_compile.passes.facts import (
 )
 from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.outputs import outputs_of
-from mok_compile.passes.rules import Break, Facts, register_foreign, same
+from mok_compile.passes.rules import Break, Facts, pinned, register_foreign, same
 from mok_compile.passes.unclaimed import unclaimed
 from mok_compile.passes.view import Cell, Value, View
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -240,9 +240,9 @@ def _block(final: fx.Node, combined: Combined, view: View, facts: Facts) -> Bloc
     if combined.rows.weight is not None and source.weight is not None and down.bias is not None:
         raise Break("no-match", "routing weights multiply the activations, but a bias follows them")
     _check_sizes(result, rows, ups, down, layout)
-    slots = math.prod(rows.x.meta.shape[:-1]) * rows.k
+    tokens = math.prod(rows.x.meta.shape[:-1])
     for per_slot in (combined.rows.ids, weights if weights is not None else rows.weight):
-        if isinstance(per_slot, Value) and not same(math.prod(per_slot.meta.shape), slots):
+        if isinstance(per_slot, Value) and not same(_slots_of(per_slot, tokens), tokens * rows.k):
             raise Break("shape", "the block does not take k slots of every token")
     _check_dtypes(rows, source, ups, down, combined.rows, result)
     spec = ExpertsSpec(
@@ -272,6 +272,17 @@ def _block(final: fx.Node, combined: Combined, view: View, facts: Facts) -> Bloc
         down_bias=down.bias,
         base=combined.base,
     )
+
+
+def _slots_of(value: Value, tokens: int | torch.SymInt) -> int | torch.SymInt:
+    """The number of slots that `value` [.., K], maybe with ones after that, has something for. What may be K is pinned:
+    Dynamo need not know it for that of another tensor."""
+    shape = list(value.meta.shape)
+    while len(shape) > 2 and same(shape[-1], 1):
+        shape.pop()
+    if len(shape) > 1 and isinstance(shape[-1], torch.SymInt) and same(math.prod(shape[:-1]), tokens):
+        shape[-1] = pinned(shape[-1]) or shape[-1]
+    return math.prod(shape)
 
 
 def layout_of(source: Pointwise) -> tuple[str, list[Projection], act.Expr]:

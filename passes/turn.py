@@ -114,6 +114,14 @@ class Dropped(Fact):
     rate: float
 
 
+class Symbolic(Exception):
+    """The number of a token's slots, `size`, is a symbol."""
+
+    def __init__(self, size: torch.SymInt) -> None:
+        super().__init__(size)
+        self.size = size
+
+
 # The op of a value that no node holds: the expert of each row, by how many rows each expert has.
 ROW_IDS = "row_ids"
 # The same: the expert of each slot, by a mask that has at most one; no expert's number where it has none.
@@ -304,8 +312,8 @@ def _column(facts: Facts, a: Value, dim: int, index: int) -> Fact | None:
     if not isinstance(fact, ChosenAt):
         return None
     axis, (_, *slots) = fact.axes[index], fact.ids.meta.shape
-    if not all(isinstance(k, int) for k in slots):
-        raise Break("shape", "the number of a token's slots is symbolic")
+    if slots and not isinstance(slots[0], int):
+        raise Symbolic(slots[0])
     if axis == "t":
         return Token(fact.ids, fact.order, *(slots or [1]))
     return Slot(fact.ids, fact.order) if axis == "k" else None
@@ -386,6 +394,8 @@ def _index(facts, value, a, indices):
         ids, weights = by[0].ids, a
         while weights.op is aten.unsqueeze.default and weights.args[1] in (-1, len(weights.meta.shape) - 1):
             weights = weights.args[0]
+        if len(weights.meta.shape) == 2 and isinstance(weights.meta.shape[1], torch.SymInt):
+            raise Symbolic(weights.meta.shape[1])
         fits = len(weights.meta.shape) == 2 and all(map(same, weights.meta.shape, ids.meta.shape))
         if by[1] != Slot(ids, by[0].order) or not fits or not weights.meta.dtype.is_floating_point:
             return None
