@@ -68,23 +68,34 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, T
                   stream_of(stream)));
 }
 
-// Where the rows' sums go in an exchange, instead of to this rank's own tokens.
-void push(const Rows& of, const Integers& numbers, const Group& group, const Tensor& rows, const Tensor* weights) {
-  if (sends_routes(numbers)) {
-    require(push_routes({group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
-    return;
-  }
+// The sums of score tiles: the gradients of the routing weights.
+void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweights) {
+  sum.dscore = static_cast<const float*>(dscore.data_ptr());
+  sum.dscore_tiles = score_tiles(sum.sizes);
+  sum.dweights = dweights.data_ptr();
+  sum.weights_dtype = dtype_of(dweights);
+}
+
+// Where the rows' sums go in an exchange, instead of to this rank's own tokens; with `scores`, also their sums.
+void push(const Rows& of, const Integers& numbers, const Group& group, const Tensor& rows, const Tensor* weights,
+          const Tensor* dscore = nullptr, const Tensor* dweights = nullptr) {
   CombineArguments sum{};
   sum.sizes = of.sizes;
   sum.dtype = sum.out_dtype = dtype_of(rows);
   sum.plan = of.plan;
-  sum.rows = rows.data_ptr();
-  sum.columns = sum.out_stride = of.sizes.hidden;
   if (weights) {
     sum.weights = weights->data_ptr();
     sum.weights_dtype = dtype_of(*weights);
   }
-  sum.push = &group;
+  if (dweights) add_scores(sum, *dscore, *dweights);
+  if (sends_routes(numbers)) {
+    require(push_routes({group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
+    if (!dweights) return;
+  } else {
+    sum.rows = rows.data_ptr();
+    sum.columns = sum.out_stride = of.sizes.hidden;
+    sum.push = &group;
+  }
   require(combine(sum, stream_of(of.stream)));
 }
 
@@ -151,14 +162,6 @@ void up_weight_gradients(const Rows& of, const Block& block, const Tensor& dh, c
           4 + int(i), of.stream);
 }
 
-// The sums of score tiles: the gradients of the routing weights.
-void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweights) {
-  sum.dscore = static_cast<const float*>(dscore.data_ptr());
-  sum.dscore_tiles = score_tiles(sum.sizes);
-  sum.dweights = dweights.data_ptr();
-  sum.weights_dtype = dtype_of(dweights);
-}
-
 // The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
 // activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
 void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
@@ -187,12 +190,11 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   up_weight_gradients(of, block, dh, x, dup);
 }
 
-// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed, if asked
-// for; dweights [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with
+// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with
 // which the exchange needs nothing more than `sum`.
 void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
-                          Tensor dh, Tensor scratch, Tensor dscore, bool need_x, MaybeTensor dweights, Tensors dup,
+                          Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
                           MaybeTensor ddown, bool ends, Integers numbers, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
   const Group group = group_of(numbers);
@@ -205,18 +207,8 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
   require(wait_published(group, stream_of(stream)));
   const Pull pull = pull_of(numbers, group, sizes, dy, true);
   down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown, &pull);
-  if (need_x) {
-    up_gradients(of, block, dh, scratch);
-    push(of, numbers, group, scratch, nullptr);
-  }
-  if (dweights) {
-    CombineArguments sum{};
-    sum.sizes = sizes;
-    sum.dtype = sum.out_dtype = dtype_of(x);
-    sum.plan = of.plan;
-    add_scores(sum, dscore, *dweights);
-    require(combine(sum, stream_of(stream)));
-  }
+  up_gradients(of, block, dh, scratch);
+  push(of, numbers, group, scratch, nullptr, &dscore, dweights ? &*dweights : nullptr);
   if (ends)
     require(
         finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
@@ -248,7 +240,7 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def(
       "backward_parallel(Tensor(a!) dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(b!) plan, Tensor(c!) dh, "
-      "Tensor(d!) scratch, Tensor(e!) dscore, bool need_x, Tensor(f!)? dweights, Tensor(g!)[] dup, "
+      "Tensor(d!) scratch, Tensor(e!) dscore, Tensor(f!)? dweights, Tensor(g!)[] dup, "
       "Tensor(i!)? ddown, bool ends, int[] group, int stream) -> ()");
 }
 

@@ -155,7 +155,7 @@ class PeerMemory:
                 kernels.backward_parallel(
                     all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
                     block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
-                    True, scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
+                    scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
                 )  # fmt: skip
                 del scratch
                 if not alone:

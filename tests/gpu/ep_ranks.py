@@ -56,6 +56,13 @@ def mine(operands, tokens, experts):
     )
 
 
+def exactly(operands):
+    """The same in float32, whose products are exact here up to its rounding."""
+    x, ids, weights, bank, dy = operands
+    lists = (tuple(t.float() for t in part) for part in bank.lists)
+    return x.float(), ids, weights, functional.Weights(*lists), dy.float()
+
+
 def both(operands, spec, **how):
     x, ids, weights, bank, dy = operands
     y, context = functional.forward(x, ids, weights, bank, spec, **how)
@@ -78,29 +85,34 @@ def error(found, wanted):
 
 
 def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", exact=False, **how):
-    """Outputs and gradients of every rank against one GPU with all tokens and experts; twice, to the same bits."""
+    """Outputs and gradients of every rank against float32 with all tokens and experts, with an error at most twice that
+    of one GPU in 16 bits; and twice, to the same bits. Prints `=` where they are those of one GPU."""
     tokens = [*tokens, *[tokens[-1]] * (dist.get_world_size() - len(tokens))][: dist.get_world_size()]
     operands = block(tokens, hidden, inner, experts, top_k, **how)
-    layout, bias = how.get("layout", "concat"), how.get("bias", False)
+    layout = how.get("layout", "concat")
     spec = ExpertsSpec("silu(gate) * up", layout, "bfloat16")
-    wanted_y, wanted = both(operands, spec, engine="sm90")
+    alone_y, alone = both(operands, spec, engine="sm90")
+    wanted_y, wanted = both(exactly(operands), ExpertsSpec(spec.activation, layout, "float32"), engine="portable")
     own, rows, held = mine(operands, tokens, experts)
     found_y, found = both(own, spec, **parallel(experts, transport))
     again_y, again = both(own, spec, **parallel(experts, transport))
     bits = torch.equal(found_y, again_y)
     worst = {"y": error(found_y, wanted_y[rows])}
-    same = {"y": torch.equal(found_y, wanted_y[rows])}
-    first, second, reference = grads_of(found), grads_of(again), grads_of(wanted)
+    same, theirs = {"y": torch.equal(found_y, alone_y[rows])}, {"y": error(alone_y, wanted_y)}
+    first, second, reference, one = grads_of(found), grads_of(again), grads_of(wanted), grads_of(alone)
     for key in NAMES:
-        for f, s, w in zip(first[key], second[key], reference[key], strict=True):
+        part = rows if key in ("x", "weights") else held
+        for f, s, w, o in zip(first[key], second[key], reference[key], one[key], strict=True):
             bits = bits and torch.equal(f, s)
-            part = w[rows] if key in ("x", "weights") else w[held]
-            assert f.shape == part.shape and f.dtype == part.dtype, (key, f.shape, part.shape)
-            worst[key] = max(worst.get(key, 0.0), error(f, part))
-            same[key] = same.get(key, True) and torch.equal(f, part)
-    limit = 0.02 if bias else 0.008
-    well = bits and all(v == v and v < limit for v in worst.values()) and (not exact or (same["y"] and same["x"]))
-    said = " ".join(f"{k}={v:.1e}{'=' if same[k] else ''}" for k, v in worst.items())
+            assert f.shape == o[part].shape and f.dtype == o.dtype, (key, f.shape, o.shape)
+            worst[key] = max(worst.get(key, 0.0), error(f, w[part]))
+            theirs[key] = max(theirs.get(key, 0.0), error(o, w))
+            same[key] = same.get(key, True) and torch.equal(f, o[part])
+    # A part of the rows may be rounded less luckily than all of them; idle experts and no tokens have no error at all.
+    well = (
+        bits and all(v <= 2 * theirs[k] + 2e-3 for k, v in worst.items()) and (not exact or (same["y"] and same["x"]))
+    )
+    said = " ".join(f"{k}={v:.1e}{'=' if same[k] else f' ({theirs[k]:.1e})'}" for k, v in worst.items())
     print(f"{'ok  ' if well else 'BAD '} {name} rank {dist.get_rank()}: bits {bits} {said}", flush=True)
     return well
 

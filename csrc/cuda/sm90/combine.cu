@@ -85,7 +85,10 @@ __global__ void __launch_bounds__(kCombineThreads)
     combine_columns<T, kPush>(task, rows, plan, weights, out, out_stride, dscore, dscore_tiles, dweights, tokens, top_k,
                               columns, slabs, group);
   // The end of a kernel does not order what it wrote to another GPU before what the next kernel tells that GPU.
-  if (kPush) __threadfence_system();
+  if (kPush) {
+    __syncthreads();
+    if (threadIdx.x == 0) __threadfence_system();
+  }
 }
 
 template <class T>
@@ -95,7 +98,7 @@ const char* run(const CombineArguments& in, void* stream) {
   const Numbers weights{const_cast<void*>(in.weights), in.weights_dtype}, out{in.out, in.out_dtype},
       dweights{in.dweights, in.weights_dtype};
   const auto launch = [&](auto kernel) {
-    const int64_t most = in.push ? 8 * multiprocessors() : threads;  // each CTA ends with a fence that takes long
+    const int64_t most = in.push ? 4 * multiprocessors() : threads;  // each CTA ends with a fence that takes long
     kernel<<<unsigned(std::min((threads + kCombineThreads - 1) / kCombineThreads, most)), kCombineThreads, 0,
              static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,

@@ -94,16 +94,16 @@ __global__ void __launch_bounds__(kExchangeThreads)
 __global__ void __launch_bounds__(kExchangeThreads)
     push_routes_kernel(const __grid_constant__ Group g, Plan plan, int experts, int top_k, int hidden,
                        const uint4* rows) {
-  if (*plan.error != 0) return;
   const int warps = gridDim.x * (kExchangeThreads / 32), chunks = hidden / 8;
-  const int count = plan.offsets[experts - 1];
+  const int count = *plan.error != 0 ? 0 : plan.offsets[experts - 1];
   const int64_t per_rank = g.capacity * top_k;
   for (int row = blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32; row < count; row += warps) {
     const int slot = plan.order[row], source = int(slot / per_rank);
     copy_row(in_window<uint4>(g, source, g.window.sums) + (slot - source * per_rank) * chunks,
              rows + int64_t(row) * chunks, chunks);
   }
-  __threadfence_system();  // as in combine_kernel
+  __syncthreads();
+  if (threadIdx.x == 0) __threadfence_system();  // as in combine_kernel
 }
 
 // Sums what was pushed; or, with `position`, only fills that with the slots that have an expert.

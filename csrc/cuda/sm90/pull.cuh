@@ -21,38 +21,71 @@ __device__ __forceinline__ void copy_row(uint4* to, const uint4* from, int chunk
   }
 }
 
-// One warp's part of the work: the tokens of every `warps`-th chunk of sorted rows from the `warp`-th on. A token is
-// read for the first of its rows; those of this rank are in their place already. In order of the rows, which is the
-// order in which the product takes them.
+// The same for two rows together: one alone leaves the link idle while it is on its way.
+__device__ __forceinline__ void copy_rows(uint4* const (&to)[2], const uint4* const (&from)[2], int chunks) {
+  const int lane = threadIdx.x % 32;
+  for (int first = lane; first < chunks; first += 32 * kInFlight) {
+    uint4 part[2][kInFlight];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i)
+        if (first + 32 * i < chunks) part[r][i] = ptx::load_once(from[r] + first + 32 * i);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i)
+        if (first + 32 * i < chunks) to[r][first + 32 * i] = part[r][i];
+  }
+}
+
+// The token of sorted row `row` if it has to be read for that row, else -1: tokens of this rank are in their place
+// already, others are read for the first of their rows.
+__device__ __forceinline__ int wanted_token(const Pull& pull, const Plan& plan, int row, int count) {
+  if (row >= count) return -1;
+  const int token = __ldg(plan.token + row);
+  if (token / int(pull.group.capacity) == pull.group.rank) return -1;
+  bool first = true;  // no way out of the loop: its loads are under way together
+#pragma unroll 8
+  for (int k = 0; k < pull.top_k; ++k) {
+    const int other = __ldg(plan.position + static_cast<int64_t>(token) * pull.top_k + k);
+    first = first && !(other >= 0 && other < row);
+  }
+  return first ? token : -1;
+}
+
+// One warp's part of the work: the tokens of every `warps`-th chunk of sorted rows from the `warp`-th on. In order of
+// the rows, which is the order in which the product takes them.
 __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, int warps) {
   const Group& g = pull.group;
-  const int lane = threadIdx.x % 32, top_k = pull.top_k, capacity = int(g.capacity), chunks = pull.hidden / 8;
-  const int count = pull.experts ? __ldg(plan.offsets + pull.experts - 1) : 0;
-  const bool failed = has_failed(g);
-  for (int chunk = warp; chunk * Plan::kChunk < count; chunk += warps) {
-    const int row = chunk * Plan::kChunk + lane;
-    int token = -1;
-    if (row < count && !failed) {
-      token = plan.token[row];
-      if (token / capacity == g.rank) token = -1;
-    }
-    if (token >= 0) {
-      for (int k = 0; k < top_k; ++k) {
-        const int other = plan.position[static_cast<int64_t>(token) * top_k + k];
-        if (other >= 0 && other < row) {
-          token = -1;
-          break;
-        }
+  const int capacity = int(g.capacity), chunks = pull.hidden / 8;
+  const int count = pull.experts && !has_failed(g) ? __ldg(plan.offsets + pull.experts - 1) : 0;
+  const int all = pull.experts ? (__ldg(plan.offsets + pull.experts - 1) + Plan::kChunk - 1) / Plan::kChunk : 0;
+  const auto place = [&](int token) { return static_cast<uint4*>(pull.rows) + static_cast<int64_t>(token) * chunks; };
+  const auto source = [&](int token) {
+    const int rank = token / capacity;
+    return in_window<const uint4>(g, rank, g.window.rows) + static_cast<int64_t>(token - rank * capacity) * chunks;
+  };
+  int next = wanted_token(pull, plan, warp * Plan::kChunk + threadIdx.x % 32, count);
+  for (int chunk = warp; chunk < all; chunk += warps) {
+    const int token = next;
+    next = wanted_token(pull, plan, (chunk + warps) * Plan::kChunk + threadIdx.x % 32, count);
+    const auto take = [&](unsigned& wanted) {
+      const int found = __shfl_sync(~0u, token, __ffs(wanted) - 1);
+      wanted &= wanted - 1;
+      return found;
+    };
+    for (unsigned wanted = __ballot_sync(~0u, token >= 0); wanted;) {
+      const int first = take(wanted);
+      if (wanted) {
+        const int second = take(wanted);
+        copy_rows({place(first), place(second)}, {source(first), source(second)}, chunks);
+      } else {
+        copy_row(place(first), source(first), chunks);
       }
     }
-    for (unsigned wanted = __ballot_sync(~0u, token >= 0); wanted; wanted &= wanted - 1) {
-      const int t = __shfl_sync(~0u, token, __ffs(wanted) - 1), source = t / capacity;
-      copy_row(static_cast<uint4*>(pull.rows) + static_cast<int64_t>(t) * chunks,
-               in_window<uint4>(g, source, g.window.rows) + static_cast<int64_t>(t - source * capacity) * chunks,
-               chunks);
-    }
     __syncwarp();
-    if (lane == 0) ptx::store_release(plan.landed + chunk, 1);
+    if (threadIdx.x % 32 == 0) ptx::store_release(plan.landed + chunk, 1);
     __syncwarp();
   }
 }
