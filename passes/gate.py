@@ -30,7 +30,7 @@ def gate_of(function: Callable, columns: int, dtype: torch.dtype) -> tuple[str, 
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     view = View(graph)
-    start, end = next(iter(graph.nodes)), next(reversed(graph.nodes))
+    start, end = next(iter(graph.nodes)), graph.output_node()
     h, result = view.value(start), view.value(end.args[0])
     projection = Projection(Rows(h, 1, h, SORTED), Weight(h, False), h)
     whole = Pointwise(act.Expr("column", (Column(projection, "all"),)), h, 1, SORTED)
