@@ -1,4 +1,4 @@
-"""The command line: ``python -m mok_compile doctor | info | bench | build``."""
+"""The command line: ``python -m mok_compile doctor | info | bench | build | tune``."""
 
 from __future__ import annotations
 
@@ -55,6 +55,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.set_defaults(run=_bench)
     build = commands.add_parser("build", help="compile the kernels now instead of at first use")
     build.set_defaults(run=_build)
+    tune = commands.add_parser(
+        "tune",
+        help="find the best settings of expert parallelism for a shape on the GPUs here",
+        description="Measures how many SMs should read from other ranks in a block of experts spread over GPUs, and "
+        "stores it for the transport peer_memory. No setting changes a bit of the results, which is checked.",
+    )
+    for name, what in (
+        ("H", "hidden size"),
+        ("I", "size of an expert"),
+        ("E", "experts of all ranks"),
+        ("K", "experts per token"),
+    ):
+        tune.add_argument(name, nargs="?", type=_positive, help=what)
+    tune.add_argument("--ranks", type=_positive, help="ranks, one GPU each (all GPUs here)")
+    tune.add_argument(
+        "--tokens", nargs="+", type=_positive, default=[2048, 16384], metavar="T", help="tokens of a rank (2048 16384)"
+    )
+    tune.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
+    tune.add_argument("--budget", type=_positive, default=60, metavar="SECONDS", help="time to measure (%(default)s)")
+    instead = tune.add_mutually_exclusive_group()
+    instead.add_argument("--show", action="store_true", help="print what is stored, of this shape if one is given")
+    instead.add_argument("--forget", action="store_true", help="remove what is stored, of this shape if one is given")
+    tune.set_defaults(run=_tune)
     given = parser.parse_args(arguments)
     if not logging.getLogger("mok_compile").handlers:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -69,6 +92,16 @@ def _device(text: str) -> str:
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device, such as cpu, cuda or cuda:1") from None
     return text
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -148,3 +181,35 @@ def _build(given: argparse.Namespace) -> int:
     for name, result in results:
         out(f"{name}: {result}")
     return int(not any(not isinstance(result, str) for _, result in results))
+
+
+def _tune(given: argparse.Namespace) -> int:
+    from mok_compile.distributed import sweep, tune, tuned
+
+    shape = [given.H, given.I, given.E, given.K]
+    if given.K is None and (given.H is not None or not (given.show or given.forget)):
+        sys.stderr.write("tune: give H, I, E (experts of all ranks) and K, such as 2048 768 128 8\n")
+        return 2
+    try:
+        if given.show or given.forget:
+            found = {k: best for k, best in tuned.read().items() if given.H is None or tune.is_for(k, *shape)}
+            if given.forget:
+                tuned.forget(found)
+            out(tune.stored_text(found) if given.show else f"removed {len(found)} of {tuned.path()}")
+            return 0
+        job = sweep.Job(*shape, tuple(given.tokens), given.dtype, budget=given.budget)
+        job, ranks = tune.prepare(job, given.ranks)
+        times = tune.measure(job, ranks, _bar)
+        best, key = sweep.choose(times), tune.key(job, ranks)
+        out(tune.text(job, ranks, key.gpu, times, best))
+        tuned.remember(key, best)
+        out(f"stored in {tuned.path()}: sms={best.sms} backward_sms={best.backward_sms}")
+    except (sweep.Differs, tune.TuneError) as error:
+        sys.stderr.write(f"tune: {error}\n")
+        return 1 if isinstance(error, sweep.Differs) else 2
+    except OSError as error:
+        sys.stderr.write(
+            f"tune: cannot write {tuned.path()} ({error}); the variable MOK_CACHE_DIR names another folder\n"
+        )
+        return 2
+    return 0

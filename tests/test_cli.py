@@ -1,4 +1,4 @@
-"""`python -m mok_compile`: info, build, bench."""
+"""`python -m mok_compile`: info, build, bench. tune: test_tuned.py."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def test_the_bar_is_for_terminals(monkeypatch):
 
 def test_help_and_wrong_commands():
     done = subprocess.run([sys.executable, "-m", "mok_compile", "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and all(name in done.stdout for name in ("doctor", "info", "bench", "build"))
+    assert done.returncode == 0 and all(name in done.stdout for name in ("doctor", "info", "bench", "build", "tune"))
     with pytest.raises(SystemExit) as stop:
         cli.main(["cure"])
     assert stop.value.code == 2

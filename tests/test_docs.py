@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mok_compile import bench, build, cli, engines
+from mok_compile.distributed import peer_memory
 from mok_compile.options import Options
 from mok_compile.passes.rules import RULES
 from mok_compile.report import REASONS
@@ -97,6 +98,12 @@ def test_every_option_is_documented():
         default = str(field.default)
         row = next(row for row in page.splitlines() if row.startswith(f"| `mok.{field.name}`"))
         assert f"`MOK_{field.name.upper()}`" in row and (f"`{default}`" in row if default else True)
+
+
+def test_every_control_of_peer_memory_is_documented():
+    page = (DOCS / "distributed.md").read_text(encoding="utf-8")
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert all(f"`{field.name}`" in rows for field in fields(peer_memory.Options))
 
 
 def test_every_page_is_in_the_menu():

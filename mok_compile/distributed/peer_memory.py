@@ -11,18 +11,18 @@ from __future__ import annotations
 import functools
 import socket
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from mok_compile import build, ops
+from mok_compile.distributed import tuned
 from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
 from mok_compile.distributed.windows import Shape, Windows, release, windows_for
 from mok_compile.engines import Problem, sm90
 from mok_compile.grouped import empty_as, grouped_sum
 
-MAX_SMS = 64  # more than this does not read faster
 MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
 
 
@@ -34,15 +34,16 @@ class Options:
     ranks, nothing is dropped). max_tokens: tokens that a rank can have; without it, as many as the largest rank has in
     the first call. timeout: seconds that a rank waits for another. exact: every route comes back on its own, for the
     bits of one process. sms, backward_sms: how many of the GPU's processors read from other ranks before they take part
-    in the products. None of these changes the result, except that `exact` changes how it is rounded.
+    in the products; 0 for what ``python -m mok_compile tune`` has stored for the shape, else 16. None of these changes
+    the result, except that `exact` changes how it is rounded.
     """
 
     room: float = 2.0
     max_tokens: int = 0
     timeout: float = 300.0
     exact: bool = False
-    sms: int = 16
-    backward_sms: int = 16
+    sms: int = 0
+    backward_sms: int = 0
 
     @staticmethod
     @functools.lru_cache
@@ -61,9 +62,21 @@ class Options:
         found = Options(**given)
         if not found.room > 0 or not found.timeout > 0 or found.max_tokens < 0:
             raise ValueError(f"peer_memory: room and timeout are positive, max_tokens is not negative: {text!r}")
-        if not all(1 <= n <= MAX_SMS for n in (found.sms, found.backward_sms)):
-            raise ValueError(f"peer_memory: sms and backward_sms are from 1 to {MAX_SMS}: {text!r}")
+        if not all(0 <= n <= tuned.MAX_SMS for n in (found.sms, found.backward_sms)):
+            raise ValueError(
+                f"peer_memory: sms and backward_sms are from 1 to {tuned.MAX_SMS}, or 0 for what is tuned: {text!r}"
+            )
         return found
+
+    def settled(self, operands: Operands, call: Call) -> Options:
+        """With `sms` and `backward_sms` as stored for the call's shape where they are 0. Ranks need not agree on them:
+        they only say how many CTAs of this rank read, which no other rank sees and no result depends on."""
+        if self.sms and self.backward_sms:
+            return self
+        x, ids, inner = operands.x, operands.ids, operands.down[0].shape[-1]
+        sizes = (x.shape[1], inner, call.sharding.num_experts, ids.shape[1])
+        best = tuned.best_for(x.device, call.sharding.ranks, *sizes, x.dtype)
+        return replace(self, sms=self.sms or best.sms, backward_sms=self.backward_sms or best.backward_sms)
 
 
 class PeerMemory:
@@ -194,7 +207,7 @@ class _Block:
     @staticmethod
     def of(operands: Operands, call: Call) -> _Block:
         x, ids, down = operands.x, operands.ids, operands.down
-        options, sharding, spec = Options.parse(call.options), call.sharding, call.spec
+        options, sharding, spec = Options.parse(call.options).settled(operands, call), call.sharding, call.spec
         peers = Peers(call.group, sharding.ranks, x.device)
         problem, transposed = _problem(operands, call, peers.rank)
         shape = Shape(call.group, x.device, x.shape[-1], ids.shape[-1], options.exact)

@@ -149,6 +149,7 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
         )
     elif problem is not None:
         raise ValueError(f"mok::experts_parallel: {problem}")
+    found.sms = options.sms, options.backward_sms  # this call's: blocks that share a window may differ in them
     return found
 
 
