@@ -55,7 +55,7 @@ struct Plan {
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] token of each sorted position
   int* rows;           // 1: sorted rows that have an expert
-  int* landed;         // [S / 32] whether the tokens of so many sorted rows were pulled, see exchange.h
+  int* landed;         // [S / kChunk] units of each chunk of sorted rows whose tokens were pulled, see exchange.h
   int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
 
   static int64_t max_blocks(const Sizes& n) {
@@ -64,8 +64,8 @@ struct Plan {
   }
   // Size of the scratch in ints.
   static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()); }
-  // Sorted rows are pulled 32 at a time, by a warp.
-  static constexpr int kChunk = 32;
+  // Sorted rows are pulled in units, and looked at in chunks.
+  static constexpr int kChunk = 32, kUnits = 4;
   static int64_t chunks(int64_t rows) { return (rows + kChunk - 1) / kChunk; }
   static Plan at(int* scratch, const int* order, const int* offsets, const Sizes& n) {
     Plan plan{};

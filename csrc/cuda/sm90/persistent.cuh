@@ -155,7 +155,7 @@ struct Ring {
   }
   // Called by a whole warp.
   __device__ __forceinline__ bool wait_landed(const int* flag) const {
-    return __all_sync(~0u, patient([&] { return ptx::load_acquire(flag) != 0; }, kNotLanded));
+    return __all_sync(~0u, patient([&] { return ptx::load_acquire(flag) >= Plan::kUnits; }, kNotLanded));
   }
   __device__ __forceinline__ void wait_count(const int* count, int wanted, Site site) const {
     if (ptx::load_acquire(count) >= wanted) return;

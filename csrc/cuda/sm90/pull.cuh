@@ -54,22 +54,26 @@ __device__ __forceinline__ int wanted_token(const Pull& pull, const Plan& plan, 
   return first ? token : -1;
 }
 
-// One warp's part of the work: the tokens of every `warps`-th chunk of sorted rows from the `warp`-th on. In order of
-// the rows, which is the order in which the product takes them.
+// One warp's part of the work: the tokens of every `warps`-th unit of sorted rows from the `warp`-th on. In order of
+// the rows, which is the order in which the product takes them; units are small, so that the first rows land first.
 __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, int warps) {
+  constexpr int kUnit = Plan::kChunk / Plan::kUnits;
   const Group& g = pull.group;
-  const int capacity = int(g.capacity), chunks = pull.hidden / 8;
-  const int count = pull.experts && !has_failed(g) ? __ldg(plan.offsets + pull.experts - 1) : 0;
-  const int all = pull.experts ? (__ldg(plan.offsets + pull.experts - 1) + Plan::kChunk - 1) / Plan::kChunk : 0;
+  const int lane = threadIdx.x % 32, capacity = int(g.capacity), chunks = pull.hidden / 8;
+  const int count = pull.experts ? __ldg(plan.offsets + pull.experts - 1) : 0;
+  const int wanted_rows = has_failed(g) ? 0 : count;  // else who waits for them is let go
+  const auto look_up = [&](int unit) {
+    return lane < kUnit ? wanted_token(pull, plan, unit * kUnit + lane, wanted_rows) : -1;
+  };
   const auto place = [&](int token) { return static_cast<uint4*>(pull.rows) + static_cast<int64_t>(token) * chunks; };
   const auto source = [&](int token) {
     const int rank = token / capacity;
     return in_window<const uint4>(g, rank, g.window.rows) + static_cast<int64_t>(token - rank * capacity) * chunks;
   };
-  int next = wanted_token(pull, plan, warp * Plan::kChunk + threadIdx.x % 32, count);
-  for (int chunk = warp; chunk < all; chunk += warps) {
+  int next = look_up(warp);
+  for (int unit = warp; unit * kUnit < count; unit += warps) {
     const int token = next;
-    next = wanted_token(pull, plan, (chunk + warps) * Plan::kChunk + threadIdx.x % 32, count);
+    next = look_up(unit + warps);
     const auto take = [&](unsigned& wanted) {
       const int found = __shfl_sync(~0u, token, __ffs(wanted) - 1);
       wanted &= wanted - 1;
@@ -85,8 +89,7 @@ __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, i
       }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::store_release(plan.landed + chunk, 1);
-    __syncwarp();
+    if (lane == 0) ptx::add_release(plan.landed + unit / Plan::kUnits, 1);
   }
 }
 
@@ -97,7 +100,7 @@ __device__ __forceinline__ bool has_landed(const Plan& plan, int row, int& lande
   const int wanted = row < 0 ? 0 : row / Plan::kChunk + 1, lane = threadIdx.x % 32;
   while (landed < wanted) {
     const int mine = landed + lane;
-    const bool there = mine >= wanted || ptx::load_acquire(plan.landed + mine) != 0;
+    const bool there = mine >= wanted || ptx::load_acquire(plan.landed + mine) >= Plan::kUnits;
     const unsigned missing = __ballot_sync(~0u, !there);
     landed = missing ? landed + __ffs(missing) - 1 : min(landed + 32, wanted);
     if (missing && !wait) return false;

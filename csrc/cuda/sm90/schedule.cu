@@ -61,8 +61,12 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
     reinterpret_cast<int4*>(plan.blocks)[b] = make_int4(low, first, end, word);
     plan.done[b] = 0;
   }
-  const int chunks = (ends[experts - 1] + Plan::kChunk - 1) / Plan::kChunk;
-  for (int i = blockIdx.x * blockDim.x + e; i < chunks; i += gridDim.x * blockDim.x) plan.landed[i] = 0;
+  const int rows_of_all = ends[experts - 1], chunks = (rows_of_all + Plan::kChunk - 1) / Plan::kChunk;
+  for (int i = blockIdx.x * blockDim.x + e; i < chunks; i += gridDim.x * blockDim.x) {
+    constexpr int kUnit = Plan::kChunk / Plan::kUnits;
+    const int units = min(Plan::kUnits, (rows_of_all - i * Plan::kChunk + kUnit - 1) / kUnit);
+    plan.landed[i] = Plan::kUnits - units;  // those that there are not have landed
+  }
   if (blockIdx.x == 0) {
     if (e < Plan::kTickets) plan.tickets[e] = 0;
     if (e == 0) *plan.num_blocks = blocks;
