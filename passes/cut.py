@@ -65,8 +65,8 @@ def may_cut(function: Callable) -> bool:
 def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     """`function` cut at its loop over experts; None if it has none, or one of another shape.
 
-    `run(cut, owner, live)` is what the form asks, with the values of `live`: it returns what the loop would add onto
-    `total`, or None.
+    `run(cut)` is what the form asks, as a function of the owner and the values of `live`: that returns what the loop
+    would add onto `total`, or None.
     """
     tree = _source(function)
     found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
@@ -93,7 +93,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     form, probe = (_compile(function, node) for node in made)
     result = Cut(form, probe, live, total, appends, start, tuple(sorted(inside.attributes(owner))))
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
-    cell.cell_contents = lambda owner, live: run(result, owner, live)
+    cell.cell_contents = run(result)
     return result
 
 

@@ -15,6 +15,7 @@ from mok_compile.distributed import ops
 from mok_compile.distributed.binding import Binding, binding_of, find_experts
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.engines import Problem
+from mok_compile.integrations.tracing import constant_of_module
 
 _STATE = "_mok_parallel"
 
@@ -120,7 +121,7 @@ def _local(module: nn.Module, name: str) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@torch._dynamo.assume_constant_result
+@constant_of_module
 def _call_of(
     module: nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, experts_dtype: torch.dtype, device: torch.device
 ) -> tuple:

@@ -24,7 +24,7 @@ import torch
 from torch._dynamo.comptime import comptime
 
 from mok_compile.integrations import counts
-from mok_compile.integrations.tracing import our_options, trace_again
+from mok_compile.integrations.tracing import constant_of_module, our_options, trace_again, variable_of
 from mok_compile.options import Options
 
 log = logging.getLogger("mok_compile")
@@ -81,7 +81,7 @@ def _may_cut(function: Any) -> bool:
 def _install(cls: type, name: str, function: Callable) -> None:
     from mok_compile.passes.cut import cut
 
-    made = cut(function, run)
+    made = cut(function, _run)
     if made is None:
         return
     form = made.form
@@ -100,16 +100,22 @@ def _for_us() -> bool:
     return our_options() is not None
 
 
-def run(cut: Any, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
-    """What the loop of `cut` adds up in `owner`, [T, H], as one op, or what it puts into its list, one after the other;
-    None if that is not proven. Traced by Dynamo.
+def _run(cut: Any) -> Callable[[torch.nn.Module, tuple], torch.Tensor | None]:
+    """`run` for the loop of `cut`, which Dynamo itself gets to see nothing of."""
+    plan_of = constant_of_module(lambda owner: _plan(cut, owner))
+    return lambda owner, live: run(plan_of, owner, live)
+
+
+def run(plan_of: Callable, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
+    """What a loop adds up in `owner`, [T, H], as one op, or what it puts into its list, one after the other; None if
+    that is not proven. Traced by Dynamo.
 
     `live`: the values of the loop's local variables.
     """
     if not torch.compiler.is_dynamo_compiling():
         return None  # Dynamo gave the form up and runs it as it is
     comptime(_look)
-    plan = _plan(cut, owner)
+    plan = plan_of(owner)
     if plan is None:
         return None
     call, passed = plan
@@ -223,7 +229,7 @@ def _look(context: Any) -> None:
     """Notes the loop's local variables, and where its module is from, while Dynamo traces `run`."""
     _live.clear()
     try:
-        owner, live = (_variable(context, name) for name in ("owner", "live"))
+        owner, live = (variable_of(context, name) for name in ("owner", "live"))
         nodes = [v.as_proxy().node if v.realize().is_tensor() else None for v in live.items]
         _live.append((tuple(_example(variable) for variable in live.items), nodes, owner.source))
     except AttributeError:  # Dynamo's own classes, which another release of torch may have changed: a loop stays a loop
@@ -234,14 +240,14 @@ def _mark(context: Any) -> None:
     """Marks the call of the op as a loop."""
     from mok_compile.passes.traced import MARK
 
-    _variable(context, "total").as_proxy().node.args[0].meta[MARK] = True
+    variable_of(context, "total").as_proxy().node.args[0].meta[MARK] = True
 
 
 def _mark_open(context: Any) -> None:
     """Says what is done to the rows of the op's experts before they are added up."""
     from mok_compile.passes.traced import OPEN
 
-    _variable(context, "total").as_proxy().node.args[0].meta[OPEN] = "dropout works on the experts' outputs"
+    variable_of(context, "total").as_proxy().node.args[0].meta[OPEN] = "dropout works on the experts' outputs"
 
 
 def _call_witness(context: Any) -> None:
@@ -261,9 +267,9 @@ def _call_witness(context: Any) -> None:
         example = _example(variable)
         return Size(next(sizes)) if isinstance(example, (int, torch.SymInt)) and type(example) is not bool else example
 
-    live = tuple(told(variable) for variable in _variable(context, "live").items)
+    live = tuple(told(variable) for variable in variable_of(context, "live").items)
     cut, owner = _proven.pop()
-    _variable(context, "total").as_proxy().node.meta[MARK] = Witness(cut, owner, live)
+    variable_of(context, "total").as_proxy().node.meta[MARK] = Witness(cut, owner, live)
 
 
 def trace_again_if_wrong(gm: torch.fx.GraphModule, inputs: Sequence[Any] | None, options: Options) -> None:
@@ -284,10 +290,6 @@ def trace_again_if_wrong(gm: torch.fx.GraphModule, inputs: Sequence[Any] | None,
         trace_again("a loop over experts is another")
 
 
-def _variable(context: Any, name: str) -> Any:
-    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-
-
 def _example(variable: Any) -> Any:
     """A variable of Dynamo as a fake tensor, a number, or a list of these; None for anything else."""
     variable = variable.realize()
@@ -303,7 +305,6 @@ def _example(variable: Any) -> Any:
         return None
 
 
-@torch._dynamo.assume_constant_result
 def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
     from mok_compile.integrations.guards import guard

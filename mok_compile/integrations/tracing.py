@@ -1,13 +1,18 @@
-"""For whom Dynamo traces, asked from within what it traces, and how it is made to start over."""
+"""Between Dynamo and what it traces: for whom that is, what is known of a module, how it is made to start over."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch._dynamo.comptime import comptime
+from torch._dynamo.guards import GuardBuilder, install_guard
 
 from mok_compile.options import Options, split
+
+_module: list[torch.nn.Module] = []
 
 
 def our_options() -> Options | None:
@@ -37,3 +42,37 @@ def trace_again(reason: str) -> NoReturn:
     InstructionTranslator.current_tx().speculation_log.clear()
     # The one exception that Dynamo lets a backend ask for a new trace with.
     raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def constant_of_module(function: Callable) -> Callable:
+    """Makes ``function(module, *constants)`` one that Dynamo calls while it traces and takes the result of for a
+    constant, as long as it is this very module. Elsewhere it is called as it is.
+
+    `torch._dynamo.assume_constant_result` itself takes no modules for arguments in torch 2.10 and 2.11:
+    https://github.com/pytorch/pytorch/issues/117685.
+    """
+
+    @torch._dynamo.assume_constant_result
+    def answer(*constants: Any) -> Any:
+        return function(_module.pop(), *constants)
+
+    @functools.wraps(function)
+    def ask(module: torch.nn.Module, *constants: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return function(module, *constants)
+        comptime(_note)
+        return answer(*constants)
+
+    return ask
+
+
+def variable_of(context: Any, name: str) -> Any:
+    """What Dynamo knows of the local variable `name` of the function that calls `comptime`."""
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+
+
+def _note(context: Any) -> None:
+    module = variable_of(context, "module")
+    if module.source is not None:
+        install_guard(module.source.make_guard(GuardBuilder.ID_MATCH))
+    _module[:] = [module.value]

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from mok_compile.integrations.tracing import our_options
+from mok_compile.integrations.tracing import constant_of_module, our_options
 
 _MODULE = "transformers.integrations.moe"
 
@@ -83,7 +83,7 @@ def call_without_graph(experts: torch.nn.Module) -> tuple[str, str] | None:
     return next((call for call in reversed(experts.__dict__.get("_mok_calls", {}).values()) if call is not None), None)
 
 
-@torch._dynamo.assume_constant_result
+@constant_of_module
 def _call_of(
     experts: torch.nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, top_k: int
 ) -> tuple[str, str] | None:
