@@ -61,9 +61,10 @@ def _unchanged(reach: Reach, held: list) -> Callable:
             and (not told or describe_held(reach, held) == told)
         )
 
-    def create(builder: GuardBuilder, guard: Guard) -> None:
-        parts = [f"the code of experts is what it was ({id(check):x})"]
-        builder.get_guard_manager(guard).add_lambda_guard(check, parts, guard.user_stack)
+    def create(builder: GuardBuilder, _: Guard) -> None:
+        # Not `add_lambda_guard`, which took another argument on: https://github.com/pytorch/pytorch/pull/169999
+        shown = [f"the code of experts is what it was ({id(check):x})"]
+        builder.add_python_lambda_leaf_guard_to_root(["check(L)"], shown, {"check": check}, is_epilogue=False)
 
     return create
 
