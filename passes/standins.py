@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from mok_compile.passes import record  # noqa: F401  registers the ops
 from mok_compile.passes.alike import check_calm, difference
 from mok_compile.passes.rules import Break
+from mok_compile.passes.view import decomposed
 
 if TYPE_CHECKING:
     from mok_compile.passes.iteration import Turn
@@ -350,7 +351,8 @@ class Indexing(TorchFunctionMode):
             return Numbers(args[0])
         if func is torch.nn.functional.dropout:
             return self._dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        with decomposed(getattr(func, "__name__", "")):
+            return func(*args, **kwargs)
 
     def _dropout(self, func: Callable, rows: torch.Tensor, p: float = 0.5, training: bool = True, inplace=False):
         if not training or inplace or not 0 < p < 1:

@@ -21,6 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
@@ -327,7 +328,8 @@ class View:
         signature = tuple(_signature(f, names) for f in operands.values())
         key = (node.op, node.target, _hashable(args, names), signature)
         if key not in self._recordings:
-            self._recordings[key] = _run(call, args, list(operands.values()), sizes, fakes[0].fake_mode)
+            with decomposed(name_of(node)):
+                self._recordings[key] = _run(call, args, list(operands.values()), sizes, fakes[0].fake_mode)
         recording = self._recordings[key]
         rename = None if recording is None else _agrees(recording, node, sizes)
         return None if rename is None else (recording, list(operands), rename)
@@ -379,6 +381,12 @@ def _is_new(value: Value) -> bool:
 def name_of(node: fx.Node) -> str:
     """The name of what `node` calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def decomposed(name: str) -> contextlib.AbstractContextManager:
+    """While this lasts, calls of what has that `name` can be recorded. ``matmul`` is taken apart in Python: the C++ for
+    that wants sizes as numbers in torch 2.10 and 2.11, see https://github.com/pytorch/pytorch/pull/183397."""
+    return enable_python_dispatcher() if name in ("matmul", "__matmul__") else contextlib.nullcontext()
 
 
 def target_of(node: fx.Node) -> fx.Node:
