@@ -3,7 +3,7 @@ which the experts take their rows, in the style of Aria."""
 
 import pytest
 import torch
-from harness import assert_close, compare
+from harness import assert_close, compare, over_ranges
 from test_module_lists import Traced, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -91,7 +91,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", [Block, Ranges])
+@pytest.mark.parametrize("kind", [Block, pytest.param(Ranges, marks=over_ranges)])
 @pytest.mark.parametrize("training", [True, False])
 def test_counts_stay_in_the_graph(kind, training):
     block = kind().train(training)
@@ -145,7 +145,7 @@ class AsksForFlag(nn.Module):
         return self.block(torch.neg(x))
 
 
-@pytest.mark.parametrize("kind", [Block, Ranges])
+@pytest.mark.parametrize("kind", [Block, pytest.param(Ranges, marks=over_ranges)])
 @pytest.mark.parametrize("odd", [False, True])
 def test_another_way_with_the_flag(kind, odd):
     """The new trace need not meet the instructions that the old one met."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Fused, check_fused, compare
+from harness import Fused, check_fused, compare, over_ranges
 from test_batched import EXPERTS, HIDDEN, INNER, Block, tokens
 from torch.nn import functional as F
 
@@ -197,7 +197,12 @@ class RowsUnsorted(Split):
         return x.repeat_interleave(self.k, 0)
 
 
-@pytest.mark.parametrize("block", [Split, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens])
+def blocks(*classes):
+    """As parameters of a test."""
+    return [pytest.param(cls, marks=over_ranges) if issubclass(cls, Ranges) else cls for cls in classes]
+
+
+@pytest.mark.parametrize("block", blocks(Split, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens))
 def test_fused(block):
     fused = check_fused(block(), tokens(), tolerance=1e-9)
     assert [spec.activation for spec in fused.specs] == ["silu(gate) * up"]
@@ -205,7 +210,7 @@ def test_fused(block):
     assert not any(t in left or "method cat" in t or "function split" in t for t in fused.targets()), fused.targets()
 
 
-@pytest.mark.parametrize("block", [Split, JetMoe, Ranges])
+@pytest.mark.parametrize("block", blocks(Split, JetMoe, Ranges))
 def test_any_number_of_tokens(block):
     model = block()
     fused = Fused(model, dynamic=True)
@@ -216,7 +221,7 @@ def test_any_number_of_tokens(block):
     assert fused.report.fused == len(fused.graphs) and fused.report.missed == 0, fused.report
 
 
-@pytest.mark.parametrize("block", [OtherExpert, SecondProjectionOther, RangesOfOtherExperts, RangesBackwards])
+@pytest.mark.parametrize("block", blocks(OtherExpert, SecondProjectionOther, RangesOfOtherExperts, RangesBackwards))
 def test_experts_in_another_order(block):
     """Range e meets another expert than number e: right or left alone, whichever way the weights come."""
     model = block()
@@ -231,7 +236,7 @@ WRONG_RANGES = [
 ]
 
 
-@pytest.mark.parametrize("block", [CountsOfOthers, CountsBackwards, PartsBackwards, RowsUnsorted, *WRONG_RANGES])
+@pytest.mark.parametrize("block", blocks(CountsOfOthers, CountsBackwards, PartsBackwards, RowsUnsorted, *WRONG_RANGES))
 def test_one_detail_wrong(block):
     model = block()
     fused = Fused(model)
