@@ -15,6 +15,7 @@ void publish_op(Tensor rows, Tensor all_rows, MaybeTensor ids, MaybeTensor weigh
                 Integers group, int64_t stream) {
   require(publish({group_of(group),
                    {rows.size(0), rows.size(1), 0, experts, top_k},
+                   ids.has_value(),
                    rows.data_ptr(),
                    all_rows.data_ptr(),
                    data_of(ids),

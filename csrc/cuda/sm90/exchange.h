@@ -73,10 +73,12 @@ struct Group {
   enum State : int { kDone, kFailed, kPublishing, kPushing, kSumming, kStates = 16 };
 };
 
-// `sizes`: of this rank's tokens, but of the experts of all ranks. Without ids the routing stays as it was.
+// `sizes`: of this rank's tokens, but of the experts of all ranks. Unless `routed` is set, the routing stays as it was:
+// ids do not tell, without tokens their address is null.
 struct PublishArguments {
   Group group;
   Sizes sizes;
+  bool routed;
   const void* rows;
   void* all_rows;  // [ranks * capacity, H], this rank's part of which is filled too
   const void* ids;
