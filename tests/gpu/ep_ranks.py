@@ -80,8 +80,10 @@ def grads_of(found):
 
 
 def error(found, wanted):
+    """Relative; infinite where there are NaNs, which comparisons would let pass."""
     wanted = wanted.double()
-    return ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() if wanted.numel() else 0.0
+    value = ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() if wanted.numel() else 0.0
+    return value if value == value else float("inf")
 
 
 def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", exact=False, **how):
@@ -140,6 +142,7 @@ def repeats():
     """The same bits a hundred times, with ranks that are late by random times."""
     tokens = [700] * dist.get_world_size()
     operands, _, _ = mine(block(tokens, 512, 256, 16, 4), tokens, 16)
+    windows.release()
     spec, well, first = ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), True, None
     delays = torch.Generator().manual_seed(dist.get_rank())
     for i in range(100):
@@ -156,6 +159,7 @@ def repeats():
 
 def streams():
     """Two blocks on two streams, in the same order on all ranks."""
+    windows.release()
     tokens = [500] * dist.get_world_size()
     spec = ExpertsSpec("silu(gate) * up", "concat", "bfloat16")
     cases = [mine(block(tokens, 512, 256, 16, 4, seed=s), tokens, 16)[0] for s in (1, 2)]
@@ -175,6 +179,7 @@ def streams():
 
 def graphs():
     """Forward and backward in a CUDA graph, replayed with other tokens."""
+    windows.release()
     tokens = [256] * dist.get_world_size()
     spec = ExpertsSpec("silu(gate) * up", "concat", "bfloat16")
     (x, ids, weights, bank, dy), _, _ = mine(block(tokens, 512, 256, 16, 4, seed=3), tokens, 16)
@@ -215,6 +220,7 @@ def raised(call):
 
 def faults():
     """Every rank raises the same kind of error, and goes on working afterwards."""
+    windows.release()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     spec, tokens = ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), [128] * ranks
     operands, _, _ = mine(block(tokens, 256, 128, 8, 2), tokens, 8)
