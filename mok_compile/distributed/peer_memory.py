@@ -2,8 +2,8 @@
 
 The kernels of the sm90 engine read the tokens that they need from the other ranks' windows, and write back one row per
 token and rank: the sum over the token's experts there, in slot order, rounded once; the token's rank adds these up in
-order of the ranks. With `exact` every route comes back on its own instead and is combined as in one
-process, to the same bits. See csrc/cuda/sm90/exchange.h for the steps and `Options` for what can be set.
+order of the ranks. With `exact` every route comes back on its own instead and is combined as in one process, to the
+same bits. See csrc/cuda/sm90/exchange.h for the steps and `Options` for what can be set.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Options:
             except ValueError as error:
                 raise ValueError(f"peer_memory: {name}={value!r}: {error}") from None
         found = Options(**given)
-        if not found.room > 0 or not found.timeout > 0 or found.max_tokens < 0:
-            raise ValueError(f"peer_memory: room and timeout are positive, max_tokens is not negative: {text!r}")
+        if not 0 < found.room < 1e6 or not 0 < found.timeout < 1e6 or found.max_tokens < 0:
+            raise ValueError(
+                f"peer_memory: room and timeout are positive and below a million, max_tokens not negative: {text!r}"
+            )
         if not all(0 <= n <= tuned.MAX_SMS for n in (found.sms, found.backward_sms)):
             raise ValueError(
                 f"peer_memory: sms and backward_sms are from 1 to {tuned.MAX_SMS}, or 0 for what is tuned: {text!r}"
@@ -273,7 +275,7 @@ def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, boo
         return str(error), False
     transposed = sm90.storage(up, down)
     if isinstance(transposed, str):
-        return transposed, False
+        return f'{transposed}; transport="collectives" takes them as they are', False
     return None, transposed
 
 
