@@ -52,24 +52,26 @@ __global__ void __launch_bounds__(128) wait_kernel(const __grid_constant__ Group
 
 __global__ void __launch_bounds__(kExchangeThreads)
     collect_kernel(const __grid_constant__ Group g, int top_k, int first, int experts, int* ids, float* weights) {
+  __shared__ int counts[kMaxRanks];  // tokens of each rank
   const bool well = !has_failed(g);
-  const int64_t per_rank = g.capacity * top_k, slots = g.ranks * per_rank;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < slots; i += int64_t(gridDim.x) * blockDim.x) {
-    const int source = int(i / per_rank);
-    const int64_t slot = i - source * per_rank;
-    int id = -1;
-    float weight = 0.0f;
-    if (well) {
-      const int tokens = __ldcg(header(g, source) + Window::kTokens);
-      if (tokens > g.capacity) {
-        if (slot == 0) fail(g, Fault::kTokens, source, tokens, int(g.capacity));
-      } else if (slot < int64_t(tokens) * top_k) {
-        id = __ldcg(in_window<int>(g, source, g.window.ids) + slot) - first;
-        weight = __ldcg(in_window<float>(g, source, g.window.weights) + slot);
-      }
+  for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) {
+    const int tokens = well ? __ldcg(header(g, r) + Window::kTokens) : 0;
+    if (tokens > g.capacity && blockIdx.x == 0) fail(g, Fault::kTokens, r, tokens, int(g.capacity));
+    counts[r] = tokens > g.capacity ? 0 : tokens;
+  }
+  __syncthreads();
+  const int64_t per_rank = g.capacity * top_k;
+  for (int r = 0; r < g.ranks; ++r) {
+    const int* const from = in_window<int>(g, r, g.window.ids);
+    const float* const from_weights = in_window<float>(g, r, g.window.weights);
+    const int64_t count = int64_t(counts[r]) * top_k;
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < per_rank;
+         i += int64_t(gridDim.x) * blockDim.x) {
+      const int id = i < count ? __ldcg(from + i) - first : -1;
+      const bool here = id >= 0 && id < experts;
+      ids[r * per_rank + i] = here ? id : -1;
+      weights[r * per_rank + i] = here ? __ldcg(from_weights + i) : 0.0f;
     }
-    ids[i] = id >= 0 && id < experts ? id : -1;
-    weights[i] = weight;
   }
 }
 
