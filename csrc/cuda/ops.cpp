@@ -190,8 +190,9 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   up_weight_gradients(of, block, dh, x, dup);
 }
 
-// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with
-// which the exchange needs nothing more than `sum`.
+// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights
+// [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with which the
+// exchange needs nothing more than `sum`.
 void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
                           Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,

@@ -18,7 +18,9 @@ __device__ __forceinline__ void combine_columns(int64_t task, const T* rows, con
                                                 int dscore_tiles, const Numbers& dweights, int tokens, int top_k,
                                                 int columns, int slabs, const Group& group) {
   const int lane = threadIdx.x % 32;
-  const int64_t token = task / slabs;
+  int64_t token = task / slabs;
+  // The ranks take turns: all of one together would leave the link idle, or memory.
+  if (kPush) token = (group.rank + 1 + token % group.ranks) % group.ranks * group.capacity + token / group.ranks;
   const int column = int(task % slabs) * kColumns + lane * 8;
   const float poison = *plan.error ? __int_as_float(0x7FC00000) : 0.0f;
 
