@@ -68,6 +68,32 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, T
                   stream_of(stream)));
 }
 
+// The same without h, in one launch; see decode_takes().
+void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias, MaybeTensor down_bias,
+               int64_t layout, Doubles activation, Tensor y, Tensor order, Tensor offsets, Tensor a, Tensor rows,
+               int64_t stream) {
+  require(decode({sizes_of(x, ids, down),
+                  dtype_of(x),
+                  layout_of(layout),
+                  activation_of(activation),
+                  x.data_ptr(),
+                  ids.data_ptr(),
+                  dtype_of(ids),
+                  weights.data_ptr(),
+                  dtype_of(weights),
+                  {data_of(up, 0), data_of(up, 1)},
+                  down.data_ptr(),
+                  {data_of(up_bias, 0), data_of(up_bias, 1)},
+                  data_of(down_bias),
+                  y.data_ptr(),
+                  dtype_of(y),
+                  ints_of(order),
+                  ints_of(offsets),
+                  a.data_ptr(),
+                  rows.data_ptr()},
+                 stream_of(stream)));
+}
+
 // The sums of score tiles: the gradients of the routing weights.
 void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweights) {
   sum.dscore = static_cast<const float*>(dscore.data_ptr());
@@ -229,6 +255,10 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!) order, "
       "Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, int stream) -> ()");
   m.def(
+      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, Tensor? down_bias, "
+      "int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, Tensor(d!) a, "
+      "Tensor(e!) rows, int stream) -> ()");
+  m.def(
       "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
       "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
@@ -253,6 +283,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
+  m.impl("decode", TORCH_BOX(&decode_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("forward_parallel", TORCH_BOX(&forward_parallel_op));
   m.impl("backward_parallel", TORCH_BOX(&backward_parallel_op));

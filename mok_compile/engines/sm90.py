@@ -19,6 +19,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "s
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # kRagged in csrc/cuda/sm90/persistent.cuh
+MAX_FEW_TOKENS, MAX_FEW_SLOTS = 32, 256  # kMaxTokens and kMaxSlots in csrc/cuda/sm90/decode.cuh
 
 
 class Sm90:
@@ -60,12 +61,15 @@ class Sm90:
         order, offsets = _int32(x, slots), _int32(x, num_experts)
         if slots == 0:
             return y, h, order, offsets.zero_()
-        plan = _int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
-        counts = _int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
-        a, rows = x.new_empty(slots, inner), x.new_empty(slots, hidden)
+        a, rows = x.new_empty(slots, inner), x.new_empty(slots + 1, hidden)
         operands = (x, ids, weights, up, down[0], up_bias, down_bias[0] if down_bias else None)
         layout, activation = _how(spec)
         with torch.cuda.device(x.device):
+            if not save and not transposed and _few(*ids.shape, num_experts):
+                ops.decode(*operands, layout, activation, y, order, offsets, a, rows, _stream(x))
+                return y, h, order, offsets
+            plan = _int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
+            counts = _int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
             scratch = (plan, counts, a, rows)
             ops.forward(*operands, layout, transposed, activation, y, h, order, offsets, *scratch, _stream(x))
         return y, h, order, offsets
@@ -115,6 +119,12 @@ class Sm90:
         if on_input:
             dx, dweights = _unweighted(dx, *routed, ids, num_experts, need_x, need_weights)
         return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
+
+
+def _few(tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether the kernel for few tokens runs. Both paths give the same bits; this one reads an expert's weights once
+    for every 8 of its rows, so on average they should be half as many."""
+    return tokens <= MAX_FEW_TOKENS and tokens * top_k <= min(MAX_FEW_SLOTS, 4 * num_experts)
 
 
 def _weight_rows(ids, weights, num_experts):

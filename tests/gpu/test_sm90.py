@@ -5,6 +5,7 @@ import torch
 
 from mok_compile import reference
 from mok_compile.engines import get
+from mok_compile.engines import sm90 as sm90_module
 from mok_compile.reference import Experts
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -335,6 +336,141 @@ def test_frozen_weights_and_inputs():
         block.needs = [j == i for j in range(4)] + [False, False]
         (only,) = block.backward(engine, saved)
         assert torch.equal(only, everything[i])
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """``path(few)`` sends forward passes that save nothing through the kernel for few tokens, or past it."""
+    return lambda few: monkeypatch.setattr(sm90_module, "_few", lambda tokens, top_k, experts: few)
+
+
+FEW = [
+    *({"sizes": (tokens, 256, 192, 8, 2)} for tokens in (1, 2, 3, 7, 8, 9, 15, 16, 32)),
+    *({"sizes": (tokens, 2048, 768, 128, 8)} for tokens in (1, 2, 7, 16, 31, 32)),
+    *({"sizes": (tokens, 4096, 14336, 8, 2)} for tokens in (1, 5, 16)),
+    {"sizes": (3, 2880, 2880, 32, 4)},
+    {"sizes": (1, 8, 8, 3, 3)},
+    {"sizes": (1, 64, 64, 4, 2)},
+    {"sizes": (5, 1000, 328, 16, 3)},
+    {"sizes": (9, 136, 1032, 1, 1)},
+    {"sizes": (8, 64, 64, 1023, 32)},
+    {"sizes": (2, 7168, 264, 16, 4)},
+    {"sizes": (32, 16384, 64, 64, 8)},
+    *(
+        {"sizes": (tokens, 520, 264, 16, 4), "routing": r}
+        for r in ("one", "idle", "skewed", "sentinel", "none")
+        for tokens in (1, 7, 16, 32)
+    ),
+    *(
+        {"sizes": sizes, "layout": layout, "activation": activation, "bias": bias}
+        for sizes in ((1, 520, 200, 8, 2), (11, 328, 1000, 16, 3))
+        for layout, activation in (
+            ("concat", SILU),
+            ("separate", SILU),
+            ("separate", OSS),
+            ("interleaved", OSS),
+            ("single", "square(relu(up))"),
+            ("single", "gelu(up)"),
+        )
+        for bias in (False, True)
+    ),
+    {"sizes": (12, 264, 136, 8, 2), "dtype": torch.float16},
+    {"sizes": (12, 2048, 768, 8, 2), "dtype": torch.float16, "bias": True, "layout": "interleaved", "activation": OSS},
+    {"sizes": (12, 264, 136, 8, 2), "weights_dtype": torch.bfloat16, "out_dtype": torch.float32},
+    *({"sizes": (12, 264, 136, 8, 1), "weight_on": "input", "routing": r} for r in ("random", "sentinel")),
+    *(
+        {"sizes": (12, 256, 128, 4, 2), "activation": a}
+        for a in (
+            "gelu(gate) * up",
+            "gelu_tanh(gate) * up",
+            "relu(gate) * up",
+            "sigmoid(gate) * up",
+            "gate * silu(up)",
+            "silu(clamp(gate, -inf, 1.0)) * clamp(up, -1.0, 1.0)",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_few_tokens_have_the_bits_of_many(case, path):
+    case = dict(case)
+    block = Block(*case.pop("sizes"), **case)
+    path(False)
+    many = block.forward(engine, save=False)
+    path(True)
+    for _ in range(2):
+        poison()
+        few = block.forward(engine, save=False)
+        for name, a, b in zip(("y", "h", "order", "offsets"), few, many, strict=True):
+            assert a is b is None or torch.equal(a, b), name
+    if block.up[0].numel() < 1 << 24:
+        y64 = reference.forward(
+            block.x.double(),
+            block.ids,
+            block.weights.double(),
+            Experts.of(
+                *([t.double() for t in ts] for ts in (block.up, block.down, block.up_bias, block.down_bias)),
+                ExpertsSpec(block.spec.activation, block.spec.layout, "float64", block.spec.weight_on),
+            ),
+            ExpertsSpec(block.spec.activation, block.spec.layout, "float64", block.spec.weight_on),
+        )[0]
+        assert_as_good("y", few[0], block.forward(portable)[0], y64)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_token_alone_has_the_bits_it_has_among_many(transposed):
+    block = Block(2000, 512, 384, 16, 4, transposed=transposed)
+    y = block.forward(engine)[0]
+    x, ids, weights = block.x, block.ids, block.weights
+    for tokens in (slice(0, 1), slice(7, 10), slice(100, 116), slice(1999, 2000)):
+        block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
+        assert sm90_module._few(*block.ids.shape, 16)
+        assert torch.equal(block.forward(engine, save=False)[0], y[tokens])
+
+
+def test_few_tokens_in_graphs(path):
+    path(True)
+    blocks = [Block(4, 512, 256, 16, 4, seed=i) for i in range(3)]
+    block = blocks[0]
+    block.forward(engine, save=False)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    outputs = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            outputs.append([block.forward(engine, save=False)[0] for _ in range(5)])
+    side = torch.cuda.Stream()
+    for i in range(60):
+        for name in ("x", "ids", "weights"):
+            getattr(block, name).copy_(getattr(blocks[i % 3], name))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            graphs[1].replay()
+        graphs[0].replay()
+        fresh = block.forward(engine, save=False)[0]
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, fresh) for ys in outputs for y in ys)
+    path(False)
+    assert torch.equal(fresh, block.forward(engine, save=False)[0])
+
+
+def test_few_tokens_same_bits_every_time(path):
+    path(True)
+    block = Block(16, 2048, 768, 64, 8, routing="skewed")
+    first = block.forward(engine, save=False)[0]
+    load = torch.randn(2048, 2048, device="cuda")
+    sides = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for i in range(100):
+        with torch.cuda.stream(sides[i % 2]):
+            if i % 3:
+                load @ load
+            results.append(block.forward(engine, save=False)[0])
+        results.append(block.forward(engine, save=False)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, first) for y in results)
 
 
 @pytest.mark.parametrize("shape", [(2048, 768, 128, 8), (4096, 1024, 32, 8)], ids=str)

@@ -120,6 +120,13 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Copies `bytes`, a multiple of 16, to shared memory by the copy engine.
+__device__ __forceinline__ void copy_bulk(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Copies the map's box at element (x, y, z) to shared memory; parts outside the tensor become zero.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint32_t barrier) {
   asm volatile(

@@ -126,6 +126,32 @@ struct ForwardArguments {
 };
 const char* forward(const ForwardArguments& arguments, void* stream);
 
+// The same and the sum over slots in one launch, for few tokens (see decode_takes()) and weights [E, out, in]. Saves no
+// h; a [S, I] and rows [S + 1, H] are scratch. Also fills order and offsets.
+struct DecodeArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Layout layout;
+  Activation activation;
+  const void* x;
+  const void* ids;
+  Dtype ids_dtype;
+  const void* weights;
+  Dtype weights_dtype;
+  const void* up[2];
+  const void* down;
+  const void* up_bias[2];  // null: none
+  const void* down_bias;   // null: none
+  void* y;
+  Dtype y_dtype;
+  int* order;
+  int* offsets;
+  void* a;
+  void* rows;
+};
+bool decode_takes(const Sizes& sizes);
+const char* decode(const DecodeArguments& arguments, void* stream);
+
 // dh [S, N], a [S, I] (times the routing weight) and dscore [tiles][S], whose sum over tiles is <dy, expert output>.
 struct DownGradArguments {
   Sizes sizes;

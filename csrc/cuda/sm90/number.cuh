@@ -35,6 +35,9 @@ struct Pair<__half> {
   }
 };
 
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
 // An array whose element type is known at run time only.
 struct Numbers {
   void* data;
