@@ -19,7 +19,6 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "s
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # kRagged in csrc/cuda/sm90/persistent.cuh
-MAX_FEW_TOKENS, MAX_FEW_SLOTS = 32, 256  # kMaxTokens and kMaxSlots in csrc/cuda/sm90/decode.cuh
 
 
 class Sm90:
@@ -123,8 +122,9 @@ class Sm90:
 
 def _few(tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether the kernel for few tokens runs. Both paths give the same bits; this one reads an expert's weights once
-    for every 8 of its rows, so on average they should be half as many."""
-    return tokens <= MAX_FEW_TOKENS and tokens * top_k <= min(MAX_FEW_SLOTS, 4 * num_experts)
+    for every 8 of its rows: once, for up to 8 tokens, and seldom twice where experts have 4 rows on average. With more
+    slots the other path was as fast or faster on an H200 (docs/kernels/sm90.md)."""
+    return tokens * top_k <= (64 if tokens <= 8 else min(32, 4 * num_experts))
 
 
 def _weight_rows(ids, weights, num_experts):

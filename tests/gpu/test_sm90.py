@@ -423,7 +423,7 @@ def test_a_token_alone_has_the_bits_it_has_among_many(transposed):
     block = Block(2000, 512, 384, 16, 4, transposed=transposed)
     y = block.forward(engine)[0]
     x, ids, weights = block.x, block.ids, block.weights
-    for tokens in (slice(0, 1), slice(7, 10), slice(100, 116), slice(1999, 2000)):
+    for tokens in (slice(0, 1), slice(7, 10), slice(100, 108), slice(1999, 2000)):
         block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
         assert sm90_module._few(*block.ids.shape, 16)
         assert torch.equal(block.forward(engine, save=False)[0], y[tokens])

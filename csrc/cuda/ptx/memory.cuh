@@ -120,13 +120,6 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies `bytes`, a multiple of 16, to shared memory by the copy engine.
-__device__ __forceinline__ void copy_bulk(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // Copies the map's box at element (x, y, z) to shared memory; parts outside the tensor become zero.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
@@ -134,6 +127,20 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
           "r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
+}
+
+// The same in five dimensions.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x, int y, int z, int v, int w,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Orders shared memory written through ordinary instructions (cp.async among them) before reads by the tensor cores.

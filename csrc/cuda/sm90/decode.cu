@@ -42,28 +42,39 @@ const char* find_meeting(Meeting** meeting, void* spare, cudaStream_t stream) {
   return nullptr;
 }
 
-// A weight [E, rows, depth] whose tiles take `step` rows of each half; the second half begins `second` rows after the
-// first, or at `apart` where that is another tensor.
+// A weight [experts, rows, depth] whose tiles take `step` rows of each half; the second half begins `second` rows after
+// the first, or with the second tensor where there are two.
 template <class T>
-Product<T> product(const void* weight, const void* apart, const void* bias, const void* bias_apart, int64_t rows,
-                   int64_t depth, int64_t columns, int step, int64_t second) {
-  Product<T> m{};
-  m.weight[0] = static_cast<const T*>(weight);
-  m.weight[1] = apart ? static_cast<const T*>(apart) : m.weight[0] + second * depth;
-  m.bias[0] = static_cast<const T*>(bias);
-  m.bias[1] = bias_apart ? static_cast<const T*>(bias_apart) : bias ? m.bias[0] + second : nullptr;
-  m.expert_stride = rows * depth;
+const char* set(Product<T>& m, Dtype dtype, const void* const (&weight)[2], const void* const (&bias)[2],
+                int64_t experts, int64_t rows, int64_t depth, int64_t columns, int step, int64_t second) {
+  // Whole groups along K are a dimension of their own, and a stage is one box. Else a row's last group would run on
+  // into the next row: then each group is a box.
+  const bool whole = depth % kGroup == 0;
+  m.apart = weight[1];
+  m.box_halves = m.apart || !whole ? 1 : 2;
+  m.box_groups = whole ? kGroups : 1;
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  const cuuint64_t pitch = size(depth) * 2, columns_here = size(whole ? kGroup : depth),
+                   groups = size(whole ? depth / kGroup : 1), rows_here = size(step == 8 ? columns : 8),
+                   halves = size(step == 8 ? 2 - m.apart : rows / 8);
+  const MapShape<5> shape{{columns_here, rows_here, groups, halves, size(experts)},
+                          {pitch, kGroup * 2, pitch * size(m.apart ? rows : second), pitch * size(rows)},
+                          {kGroup, 8, cuuint32_t(m.box_groups), cuuint32_t(m.box_halves)}};
+  for (int i = 0; i <= m.apart; ++i)
+    if (const char* error = encode_map<5>(&m.maps[i], dtype, weight[i], shape)) return error;
+  m.bias[0] = static_cast<const T*>(bias[0]);
+  m.bias[1] = m.apart ? static_cast<const T*>(bias[1]) : bias[0] ? m.bias[0] + second : nullptr;
   m.bias_stride = rows;
   m.depth = int(depth);
   m.step = step;
   m.columns = int(columns);
   m.tiles = int((columns + step - 1) / step);
-  return m;
+  return nullptr;
 }
 
 template <class T>
 const char* run(const DecodeArguments& in, cudaStream_t stream) {
-  const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner;
+  const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner, experts = in.sizes.experts;
   const int grid = multiprocessors();
   DecodeParams<T> p{};
   p.ids = in.ids;
@@ -74,25 +85,16 @@ const char* run(const DecodeArguments& in, cudaStream_t stream) {
   p.a = static_cast<T*>(in.a);
   p.order = in.order;
   p.offsets = in.offsets;
-  const auto up = [&](const void* apart, const void* bias_apart, int64_t rows, int64_t columns, int step,
-                      int64_t second) {
-    return product<T>(in.up[0], apart, in.up_bias[0], bias_apart, rows, hidden, columns, step, second);
-  };
-  switch (in.layout) {
-    case Layout::kConcat:
-      p.product[0] = up(nullptr, nullptr, 2 * inner, inner, 8, inner);
-      break;
-    case Layout::kSeparate:
-      p.product[0] = up(in.up[1], in.up_bias[1], inner, inner, 8, 0);
-      break;
-    case Layout::kInterleaved:
-      p.product[0] = up(nullptr, nullptr, 2 * inner, 2 * inner, 16, 8);
-      break;
-    case Layout::kSingle:
-      p.product[0] = up(nullptr, nullptr, inner, inner, 16, 8);
-      break;
-  }
-  p.product[1] = product<T>(in.down, nullptr, in.down_bias, nullptr, hidden, inner, hidden, 16, 8);
+  const bool gated = in.layout != Layout::kSingle, interleaved = in.layout == Layout::kInterleaved,
+             apart = in.layout == Layout::kSeparate, halved = gated && !interleaved;
+  const int64_t rows = gated && !apart ? 2 * inner : inner;
+  const void *const up[2] = {in.up[0], apart ? in.up[1] : nullptr}, *const down[2] = {in.down, nullptr},
+                    *const down_bias[2] = {in.down_bias, nullptr};
+  if (const char* error = set(p.product[0], in.dtype, up, in.up_bias, experts, rows, hidden, halved ? inner : rows,
+                              halved ? 8 : 16, halved ? inner : 8))
+    return error;
+  if (const char* error = set(p.product[1], in.dtype, down, down_bias, experts, hidden, inner, hidden, 16, 8))
+    return error;
   p.each = p.product[1].tiles / grid;
   p.more = p.product[1].tiles % grid;
   const int row_bytes = int(in.sizes.slots()) * (p.each + (p.more > 0)) * kTileRows * 2;
@@ -100,13 +102,13 @@ const char* run(const DecodeArguments& in, cudaStream_t stream) {
   p.activation = in.activation;
   p.tokens = int(in.sizes.tokens);
   p.top_k = int(in.sizes.top_k);
-  p.experts = int(in.sizes.experts);
-  p.gated = in.layout != Layout::kSingle;
-  p.interleaved = in.layout == Layout::kInterleaved;
-  p.plain = is_plain_silu(in.activation) && !in.up_bias[0] && !in.down_bias && p.gated && !p.interleaved;
+  p.experts = int(experts);
+  p.gated = gated;
+  p.interleaved = interleaved;
+  p.plain = is_plain_silu(in.activation) && !in.up_bias[0] && !in.down_bias && halved;
   void* const spare = static_cast<T*>(in.rows) + in.sizes.slots() * hidden;
   if (const char* error = find_meeting(&p.meeting, spare, stream)) return error;
-  const int bytes = int(sizeof(DecodeTables)) + kRingBytes + (p.rows ? 0 : row_bytes);
+  const int bytes = int(sizeof(DecodeMemory)) + (p.rows ? 0 : row_bytes);
   const auto kernel = decode_kernel<T>;
   if (const char* error = check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
     return error;

@@ -13,6 +13,8 @@
 // goes. All CTAs must be on the card together (a cooperative launch). Every CTA makes the schedule for itself.
 #pragma once
 
+#include <cuda.h>
+
 #include "../ptx/barrier.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
@@ -25,11 +27,12 @@ constexpr int kDecodeWarps = 8, kDecodeThreads = kDecodeWarps * 32;
 constexpr int kMaxTokens = 32, kMaxSlots = kDecodeThreads;
 constexpr int kTileRows = 16, kTileTokens = 8;
 constexpr int kDepth = 256, kStages = 3;
-constexpr int kRowPitch = kDepth * 2 + 16;  // so that eight rows lie in different banks
-constexpr int kStageBytes = kTileRows * kRowPitch, kRingBytes = kDecodeWarps * kStages * kStageBytes;
+constexpr int kGroup = 64, kGroups = kDepth / kGroup;  // along K, what a row of a swizzled box holds
+constexpr int kBoxBytes = 8 * kGroup * 2, kStageBytes = 2 * kGroups * kBoxBytes;
 
-// In shared memory, before the rings and, if they fit, the rows of down.
-struct alignas(128) DecodeTables {
+// In shared memory, before the rows of down, if they fit.
+struct alignas(1024) DecodeMemory {
+  uint8_t stages[kDecodeWarps * kStages][kStageBytes];  // [half][group][8][kGroup], swizzled by 128 bytes
   uint64_t full[kDecodeWarps * kStages];
   int tiles[kDecodeWarps * kStages];  // whose weights are in a stage, see Decode::ask
   int failed;                         // not zero once a wait has timed out
@@ -40,23 +43,37 @@ struct alignas(128) DecodeTables {
   alignas(16) int keys[kMaxSlots];         // of each slot: expert (E for none) << 8 | slot
   float weights[kMaxSlots];
 };
-constexpr int kRowsHere = 232448 - int(sizeof(DecodeTables)) - kRingBytes;  // bytes left for the rows of down
+constexpr int kRowsHere = 232448 - int(sizeof(DecodeMemory));  // bytes left for the rows of down
 
 // One of the two products.
 template <class T>
 struct Product {
-  const T* weight[2];     // rows 0 to 7 and 8 to 15 of tile 0
-  const T* bias[2];       // the same; null: none
-  int64_t expert_stride;  // elements from one expert's weight to the next
-  int64_t bias_stride;    // the same for the bias
-  int depth;              // along K
-  int step;               // from a tile to the next, in rows of each half
-  int columns;            // rows of the halves that exist
-  int tiles;              // of a block
+  CUtensorMap maps[2];  // of the weight as [E, halves, groups, rows, columns]; two where each half has its own tensor
+  bool apart;           // it has
+  int box_halves, box_groups;  // of a stage, that come with one instruction
+  const T* bias[2];            // of rows 0 to 7 and 8 to 15 of tile 0; null: none
+  int64_t bias_stride;         // elements from one expert's bias to the next
+  int depth;                   // along K
+  int step;                    // from a tile to the next, in rows of each half
+  int columns;                 // rows of the halves that exist
+  int tiles;                   // of a block
 
   // Whether half 0 or 1 of a column tile exists: sizes are multiples of 8.
   __device__ __forceinline__ bool exists(int column_tile, int half) const {
     return column_tile * step + half * (step - 8) < columns;
+  }
+
+  // Asks for a stage of a tile from k on. What does not exist comes as zeros.
+  __device__ __forceinline__ void ask(uint32_t to, int expert, int column_tile, int k, uint32_t barrier) const {
+    const bool whole = box_groups > 1;  // then K is counted in groups
+    const int row = step == 8 ? column_tile * 8 : 0, first = step == 8 ? 0 : column_tile * 2;
+#pragma unroll 1
+    for (int half = 0; half < 2; half += box_halves)
+#pragma unroll 1
+      for (int group = 0; group < kGroups; group += box_groups)
+        ptx::copy_box(to + (half * kGroups + group) * kBoxBytes, maps + (apart ? half : 0),
+                      whole ? 0 : k + group * kGroup, row, whole ? k / kGroup : 0, first + (apart ? 0 : half), expert,
+                      barrier);
   }
 };
 
@@ -81,6 +98,12 @@ struct DecodeParams {
   int tokens, top_k, experts;
   int each, more;  // column tiles of down that every CTA has; CTAs that have one more
   bool gated, interleaved, plain;
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    ptx::prefetch_map(&product[0].maps[0]);
+    if (product[0].apart) ptx::prefetch_map(&product[0].maps[1]);
+    ptx::prefetch_map(&product[1].maps[0]);
+  }
 };
 
 // Consecutive sorted rows of one expert, at most kTileTokens.
@@ -105,25 +128,22 @@ struct Decode {
   static constexpr int kDown = 1 << 30, kNone = 0x7FFFFFFF;
 
   const DecodeParams<T>& p;
-  DecodeTables& t;
+  DecodeMemory& t;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Asked for next: a stage of `tile`, of which `left` along K is still to come, from `from` on in either half's row 0.
-  int ask_stage = 0, tile = 0, left = 0, halves = 0;
+  // Asked for next: a stage of `tile`, of which `left` along K is still to come.
+  int ask_stage = 0, tile = 0, left = 0, expert = 0, column = 0;
   int next_tile;  // of up, in lane 0
-  uint64_t from[2];
   // Multiplied next.
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ Decode(const DecodeParams<T>& params, DecodeTables& tables)
-      : p(params), t(tables), next_tile(warp * gridDim.x + blockIdx.x) {}
+  __device__ __forceinline__ Decode(const DecodeParams<T>& params, DecodeMemory& shared)
+      : p(params), t(shared), next_tile(warp * gridDim.x + blockIdx.x) {}
 
   __device__ __forceinline__ volatile int* failed() const { return &t.failed; }
   __device__ __forceinline__ Block block(int b) const { return {t.blocks[b]}; }
   __device__ __forceinline__ int ring(int stage) const { return warp * kStages + stage; }
-  __device__ __forceinline__ uint8_t* memory(int stage) const {
-    return reinterpret_cast<uint8_t*>(&t + 1) + ring(stage) * kStageBytes;
-  }
+  __device__ __forceinline__ uint32_t memory(int stage) const { return ptx::shared_address(t.stages[ring(stage)]); }
   static __device__ __forceinline__ int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   // A wait of seconds can only be a bug. It is marked and ends, as do all waits after it; what is computed then becomes
@@ -229,37 +249,26 @@ struct Decode {
         return;
       }
     }
-    const Product<T>& m = p.product[tile >= kDown];
     const Tile at = locate(tile);
-    halves = 1 + m.exists(at.column, 1);
-    left = m.depth;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      from[half] = reinterpret_cast<uint64_t>(m.weight[half] + at.block.expert() * m.expert_stride +
-                                              static_cast<int64_t>(at.column * m.step) * m.depth);
+    expert = at.block.expert();
+    column = at.column;
+    left = p.product[tile >= kDown].depth;
   }
 
   // Asks for the next stage. Whoever finishes with the last of a tile of up takes another one, which is known by the
   // time it is needed.
   __device__ __forceinline__ void ask() {
-    if (left == 0) open_next();
-    const uint32_t barrier = ptx::shared_address(t.full + ring(ask_stage)), bytes = min(left, kDepth) * 2;
+    if (left <= 0) open_next();
     if (lane == 0) t.tiles[ring(ask_stage)] = tile;
     if (tile != kNone) {
       if (ptx::elect_lane()) {
-        ptx::barrier_arrive_expect(barrier, bytes * 8 * halves);
-        const uint32_t to = ptx::shared_address(memory(ask_stage)), pitch = p.product[tile >= kDown].depth * 2;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (half < halves)
-#pragma unroll
-            for (int row = 0; row < 8; ++row)
-              ptx::copy_bulk(to + (half * 8 + row) * kRowPitch, from[half] + row * pitch, bytes, barrier);
+        const Product<T>& m = p.product[tile >= kDown];
+        const uint32_t barrier = ptx::shared_address(t.full + ring(ask_stage));
+        ptx::barrier_arrive_expect(barrier, kStageBytes);
+        m.ask(memory(ask_stage), expert, column, m.depth - left, barrier);
       }
-      from[0] += kDepth * 2;
-      from[1] += kDepth * 2;
-      left = max(left - kDepth, 0);
-      if (left == 0 && tile < kDown) {
+      left -= kDepth;
+      if (left <= 0 && tile < kDown) {
         next_tile = gridDim.x * kDecodeWarps;
         if (lane == 0 && next_tile < t.num_blocks * p.product[0].tiles) next_tile += atomicAdd(&p.meeting->taken, 1);
       }
@@ -277,28 +286,18 @@ struct Decode {
     for (int i = 0; i < kDepth / 8; ++i) to[i] = i * 8 < left ? *reinterpret_cast<const uint32_t*>(row + i * 8) : 0;
   }
 
-  // One stage, K ascending: every product waits for the one before, so the weights are read ahead.
-  static __device__ __forceinline__ void multiply(float (&acc)[4], uint32_t weight, Operand& row, int left) {
-    constexpr int kAhead = 4;
-    if (left >= kDepth) {
-      uint32_t a[kDepth / 16][4];
+  // One stage, K ascending: every product waits for the one before, so the weights are read ahead. Beyond the end of
+  // K both operands are zero.
+  static __device__ __forceinline__ void multiply(float (&acc)[4], uint32_t weight, const Operand& row) {
+    constexpr int kSteps = kDepth / 16, kAhead = 4, kInGroup = kGroup / 16;
+    uint32_t a[kSteps][4];
+    const auto load = [&](int i) { ptx::load_matrices((weight ^ i % kInGroup * 32) + i / kInGroup * kBoxBytes, a[i]); };
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) ptx::load_matrices(weight + i * 32, a[i]);
+    for (int i = 0; i < kAhead; ++i) load(i);
 #pragma unroll
-      for (int i = 0; i < kDepth / 16; ++i) {
-        if (i + kAhead < kDepth / 16) ptx::load_matrices(weight + (i + kAhead) * 32, a[i + kAhead]);
-        ptx::multiply<T>(acc, a[i], row + 2 * i);
-      }
-      return;
-    }
-#pragma unroll 1
-    for (; left > 0; left -= 16, weight += 32) {
-      uint32_t a[4];
-      ptx::load_matrices(weight, a);
-      if (left == 8) a[2] = a[3] = 0;  // what lies beyond the weight's end may be anything
-      ptx::multiply<T>(acc, a, row);
-#pragma unroll
-      for (int i = 0; i + 2 < kDepth / 8; ++i) row[i] = row[i + 2];
+    for (int i = 0; i < kSteps; ++i) {
+      if (i + kAhead < kSteps) load(i + kAhead);
+      ptx::multiply<T>(acc, a[i], row + 2 * i);
     }
   }
 
@@ -308,8 +307,8 @@ struct Decode {
     const T* row = (down ? p.a + static_cast<int64_t>(sorted) * m.depth
                          : p.x + static_cast<int64_t>(t.sorted[sorted] / p.top_k) * m.depth) +
                    lane % 4 * 2;
-    // Of this lane, in a stage: rows of matrices, see ptx::load_matrices.
-    const uint32_t weight = lane % 16 * kRowPitch + lane / 16 * 16;
+    // Of this lane, in a stage: rows of matrices, see ptx::load_matrices. The swizzle exchanges a row's 16 bytes.
+    const uint32_t weight = lane / 8 % 2 * kGroups * kBoxBytes + lane % 8 * 128 + (lane / 16 ^ lane % 8) * 16;
     Operand ahead;
     load_row(ahead, row, m.depth);
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -322,7 +321,7 @@ struct Decode {
       load_row(ahead, row, m.depth - k - kDepth);
       const uint32_t barrier = ptx::shared_address(t.full + ring(stage));
       wait([&] { return ptx::barrier_try_wait(barrier, parity); });
-      multiply(acc, ptx::shared_address(memory(stage)) + weight, now, m.depth - k);
+      multiply(acc, memory(stage) + weight, now);
       __syncwarp();
       ask();
       stage = after(stage);
@@ -390,7 +389,7 @@ struct Decode {
     const int hidden = p.product[0].depth, first = share.first * kTileRows,
               columns = min(share.end * kTileRows, hidden) - first;
     if (p.rows) return {p.rows + first, hidden, first, columns};
-    return {reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(&t + 1) + kRingBytes), columns, first, columns};
+    return {reinterpret_cast<T*>(&t + 1), columns, first, columns};
   }
 
   __device__ __forceinline__ void finish_down(const Tile& tile, uint32_t low, uint32_t high) {
@@ -476,6 +475,7 @@ struct Decode {
     }
     int before = 0;
     if (threadIdx.x == 0) {
+      p.prefetch_maps();
       t.failed = 0;
       // Read before this CTA arrives: until then the highest bit cannot change.
       before = *static_cast<volatile const int*>(&p.meeting->arrived);
@@ -496,8 +496,8 @@ struct Decode {
 
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeParams<T> p) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  Decode<T>(p, *reinterpret_cast<DecodeTables*>(memory)).run();
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Decode<T>(p, *reinterpret_cast<DecodeMemory*>(memory)).run();
 }
 
 }  // namespace mok::sm90

@@ -16,12 +16,14 @@ inline int multiprocessors() {
   return count;
 }
 
+template <int kRank>
 struct MapShape {
-  cuuint64_t sizes[3], strides[2];  // innermost first; strides in bytes, of the outer two
-  cuuint32_t box[2];
+  cuuint64_t sizes[kRank], strides[kRank - 1];  // innermost first; strides in bytes, of all but the innermost
+  cuuint32_t box[kRank - 1];                    // 1 along the outermost
 };
 
-inline const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape& shape) {
+template <int kRank>
+const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape<kRank>& shape) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* found = nullptr;
@@ -30,9 +32,10 @@ inline const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, c
     return reinterpret_cast<Encode>(result == cudaDriverEntryPointSuccess ? found : nullptr);
   }();
   if (!encode) return "the driver has no cuTensorMapEncodeTiled";
-  const cuuint32_t box[3] = {shape.box[0], shape.box[1], 1}, steps[3] = {1, 1, 1};
+  cuuint32_t box[kRank], steps[kRank];
+  for (int i = 0; i < kRank; ++i) box[i] = i < kRank - 1 ? shape.box[i] : 1, steps[i] = 1;
   const CUresult result =
-      encode(map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+      encode(map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
              const_cast<void*>(data), shape.sizes, shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a tensor";
@@ -44,10 +47,10 @@ inline const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, c
 inline const char* weight_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t experts, int64_t out, int64_t in,
                               bool transposed, bool straight) {
   const cuuint64_t columns = cuuint64_t(transposed ? out : in), rows = cuuint64_t(transposed ? in : out);
-  return encode_map(map, dtype, data,
-                    {{columns, rows, cuuint64_t(experts)},
-                     {2 * columns, 2 * rows * columns},
-                     {64, cuuint32_t(straight ? kTileN / 2 : 64)}});
+  return encode_map<3>(map, dtype, data,
+                       {{columns, rows, cuuint64_t(experts)},
+                        {2 * columns, 2 * rows * columns},
+                        {64, cuuint32_t(straight ? kTileN / 2 : 64)}});
 }
 
 // A map of 16-bit rows [rows, columns] for boxes of 64 columns that end at any row, not only at the last: the rows
@@ -57,8 +60,9 @@ inline const char* ragged_map(CUtensorMap* map, Dtype dtype, const void* data, i
                               int64_t stride, int box_rows) {
   const char* const base = static_cast<const char*>(data) - kRagged * stride * 2;
   const cuuint64_t bytes = cuuint64_t(stride) * 2;
-  return encode_map(map, dtype, base,
-                    {{cuuint64_t(columns), kRagged, cuuint64_t(rows) + 1}, {bytes, bytes}, {64, cuuint32_t(box_rows)}});
+  return encode_map<3>(
+      map, dtype, base,
+      {{cuuint64_t(columns), kRagged, cuuint64_t(rows) + 1}, {bytes, bytes}, {64, cuuint32_t(box_rows)}});
 }
 
 template <class Op>
