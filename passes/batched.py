@@ -7,7 +7,9 @@ split, merged and swapped on the way: dimensions are groups of *axes*, and produ
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from mok_compile.passes.facts import (
     EVERY,
     EXPERT,
     FEATURE,
+    NONE,
     SLOT,
     TOKEN,
     Column,
@@ -179,7 +182,8 @@ def _tokens(value: Value, facts: Facts) -> Operand | None:
     """Tokens x [.., H], as they are or again for each expert or slot."""
     shape = unfold(value)
     base = shape.base
-    if facts.of(base) is not None or not base.meta.dtype.is_floating_point or len(base.meta.shape) < 2:
+    plain = facts.of(base) is None or isinstance(facts.of(base), Combined)
+    if not plain or not base.meta.dtype.is_floating_point or len(base.meta.shape) < 2:
         return None
     last = len(base.meta.shape) - 1
     names = dict.fromkeys(range(last), TOKEN) | {last: FEATURE, -1: AGAIN}
@@ -193,14 +197,15 @@ def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:
     numbers = [axis.number for dim in dims for axis in dim]
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(names):
         return None
-    tokens = [n for n in numbers if names[n] == TOKEN]
-    if tokens != sorted(tokens):
-        return None
     axes = [axis for dim in dims for axis in dim if names[axis.number] == TOKEN]
     solid = [axis for axis in axes if not same(axis.size, 1)]
+    tokens = [axis.number for axis in solid]
+    if tokens != sorted(tokens):
+        return None
     roles = []
     for dim in dims:
         own = [names[axis.number] for axis in dim if axis not in axes or axis in solid]
+        own = [name for name in own if name != NONE]
         roles.append(tuple(r for i, r in enumerate(own) if r != TOKEN or i == 0 or own[i - 1] != TOKEN))
     return tuple(roles)
 
@@ -253,7 +258,7 @@ def _weights(value: Value, facts: Facts) -> Operand | None:
     base, fact, experts = shape.base, facts.of(shape.base), None
     if isinstance(fact, (Share, Hits)):
         hits = fact.hits if isinstance(fact, Share) else fact
-        if not hits.reduced or hits.negated or hits.expert is not None or set(hits.axes) - {TOKEN, EXPERT}:
+        if not hits.reduced or hits.negated or hits.expert is not None or set(hits.axes) - {TOKEN, EXPERT, NONE}:
             return None
         if isinstance(fact, Hits) and not distinct(hits.ids):
             return None
@@ -378,22 +383,23 @@ def _reshaped(facts, value, a, *args, **kwargs):
     dims = [tuple(next(axes) for _ in dim) for dim in fact.roles]
     changed = _CHANGES[value.op](value, dims, *args, **kwargs)
     if changed is None and _CHANGES[value.op] is _regrouped:
-        dims, names = _cut(dims, names, value.meta.shape)
-        changed = regroup([axis for dim in dims for axis in dim], value.meta.shape)
+        for cut, longer in _cuts(dims, names, value.meta.shape):
+            changed = regroup([axis for dim in cut for axis in dim], value.meta.shape)
+            if changed is not None:
+                names = longer
+                break
     roles = None if changed is None else _named(changed, names)
     return None if roles is None else replace(fact, roles=roles)
 
 
-def _cut(dims: list, names: dict[int, str], shape: tuple) -> tuple[list, dict[int, str]]:
-    """The one axis of tokens as several, row-major, in the sizes in which they stand next to each other in `shape`."""
+def _cuts(dims: list, names: dict[int, str], shape: tuple) -> Iterator[tuple[list, dict[int, str]]]:
+    """The one axis of tokens as several, row-major, in sizes in which they stand next to each other in `shape`."""
     tokens = [axis for dim in dims for axis in dim if names[axis.number] == TOKEN]
-    runs = [(i, j) for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
-    run = next((run for run in runs if len(tokens) == 1 and same(math.prod(shape[slice(*run)]), tokens[0].size)), None)
-    if run is None:
-        return dims, names
-    parts = tuple(Axis(len(names) + i, n) for i, n in enumerate(shape[slice(*run)]))
-    dims = [tuple(part for axis in dim for part in (parts if axis is tokens[0] else (axis,))) for dim in dims]
-    return dims, names | {part.number: TOKEN for part in parts}
+    for i, j in itertools.combinations(range(len(shape) + 1), 2):
+        if len(tokens) == 1 and j > i + 1 and same(math.prod(shape[i:j]), tokens[0].size):
+            parts = tuple(Axis(len(names) + n, size) for n, size in enumerate(shape[i:j]))
+            cut = [tuple(part for axis in dim for part in (parts if axis is tokens[0] else (axis,))) for dim in dims]
+            yield cut, names | {part.number: TOKEN for part in parts}
 
 
 for _op in _CHANGES:
@@ -570,8 +576,16 @@ def _routed(rows: Pointwise) -> Pointwise:
     ids, k = ids.pop(), max(rows.k, source.k, start.k)
     if rows.weight is None and source.weight is None and not rows.fenced and not _vanishes(rows, source, start):
         raise Break("no-match", "what an expert makes of a token that does not go to it is not zero")
+    return _at_slots(rows, ids, k)
+
+
+def _at_slots(rows: Pointwise, ids: Value, k: int) -> Pointwise:
+    """Rows of every token and expert as those of the slots alone."""
+    down = rows.bare
+    source = down.source
     leaves = {}
     for column in source.columns:
+        start = column.projection.source
         up = replace(column.projection, source=replace(start, ids=None, order=SLOT, k=k, fenced=False), ids=ids)
         leaves[_leaf(column)] = _leaf(Column(up, column.part))
     inner = replace(source, expr=act.substitute(source.expr, leaves), ids=ids, k=k, order=SLOT, fenced=False)

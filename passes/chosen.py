@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import torch
 
 from mok_compile.passes.rules import Facts, same  # isort: skip  # whose own imports come in this order
-from mok_compile.passes.batched import _weights
-from mok_compile.passes.facts import CHOICE, EVERY, EXPERT, TOKEN, Combined, Hits, Laid, Pointwise, Share
+from mok_compile.passes.batched import _weights, unfold
+from mok_compile.passes.facts import CHOICE, EVERY, EXPERT, SLOT, TOKEN, Combined, Hits, Laid, Pointwise, Share
 from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
@@ -77,10 +77,12 @@ def rows_behind(found: Iterable[Value], facts: Facts) -> set[Value]:
 
 
 def _routed(values: list[Value], facts: Facts) -> Iterable[Value]:
-    """Rows of which it is known where they count, and sums of such rows."""
+    """Rows of which it is known where they count, sums of such rows, and those that were picked."""
     for value in values:
         fact = facts.of(value)
-        if isinstance(fact, Combined) or (_on_every_token(value, facts) and fact.rows.ids is not None):
+        routed = _on_every_token(value, facts) and fact.rows.ids is not None
+        picked = isinstance(fact, Laid) and not routed and any(_on_every_token(v, facts) for v in value.inputs)
+        if isinstance(fact, Combined) or routed or (picked and fact.rows.order == SLOT):
             yield value
 
 
@@ -108,7 +110,9 @@ def is_soft(value: Value, facts: Facts) -> bool:
     soft = bool(pending)
     while pending:
         value = pending.pop()
-        soft &= value.op not in (*_CHOICES, *_CUTS, "opaque", "random", "written") and value.meta.dtype != torch.bool
+        masks = any(isinstance(facts.of(unfold(v).base), (Hits, Share)) for v in (value, *value.inputs))
+        cut = value.op in (*_CHOICES, *_CUTS, "opaque", "random", "written") or value.meta.dtype == torch.bool
+        soft &= not masks and not cut
         pending += () if value.op in _PRODUCTS else value.inputs
     return soft
 

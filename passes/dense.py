@@ -276,20 +276,35 @@ def _bmm_outputs(facts, value, a, b):
     return _all_outputs(facts, fact.rows, share) if fits else None
 
 
-@rule(aten.view.default, aten.squeeze.dim, aten.permute.default)
+@rule(aten.view.default, aten.squeeze.dim, aten.unsqueeze.default, aten.permute.default)
 def _shape_outputs(facts, value, a, *args):
-    """Dimensions of one entry come and go."""
+    """Dimensions of one entry come and go, and those of the tokens are one or several."""
     fact = facts.of(a)
-    old, new = ([n for n in v.meta.shape if not same(n, 1)] for v in (a, value))
-    kept = len(old) == len(new) and all(map(same, old, new))
-    if value.op is aten.permute.default:
-        dims = [_dim(a, d) for d in args[0]]
-        if isinstance(fact, Outputs):
-            return replace(fact, axes=tuple(fact.axes[d] for d in dims))
-        solid = [d for d in dims if not same(a.meta.shape[d], 1)]
-        kept = solid == sorted(solid)
     if isinstance(fact, Outputs):
-        alike = len(a.meta.shape) == len(value.meta.shape) and all(map(same, a.meta.shape, value.meta.shape))
-        return fact if alike else None
-    kept = kept and len(value.meta.shape) <= len(a.meta.shape)
-    return fact if isinstance(fact, (Partial, Combined)) and kept else None
+        axes = _permuted(fact.axes, a, args[0]) if value.op is aten.permute.default else _with_ones(fact.axes, a, value)
+        return None if axes is None else replace(fact, axes=axes)
+    if not isinstance(fact, (Partial, Combined)) or value.op is aten.unsqueeze.default:
+        return None
+    old, new = ([n for n in v.meta.shape if not same(n, 1)] for v in (a, value))
+    if value.op is aten.permute.default:
+        solid = [d for d in (_dim(a, d) for d in args[0]) if not same(a.meta.shape[d], 1)]
+        return fact if solid == sorted(solid) else None
+    kept = len(old) == len(new) and all(map(same, old, new))
+    # The last of them are the rows' own numbers; those before it are tokens, in row-major order.
+    return fact if kept or (len(old) > 1 < len(new) and same(old[-1], new[-1])) else None
+
+
+def _permuted(axes: tuple[str, ...], a: Value, dims: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(axes[_dim(a, d)] for d in dims)
+
+
+def _with_ones(axes: tuple[str, ...], a: Value, value: Value) -> tuple[str, ...] | None:
+    """`axes` of `a` as those of `value`, which has the same dimensions but for some of one entry."""
+    if len(a.meta.shape) == len(value.meta.shape) and all(map(same, a.meta.shape, value.meta.shape)):
+        return axes
+    solid = [(axis, n) for axis, n in zip(axes, a.meta.shape, strict=True) if not same(n, 1)]
+    left = [n for n in value.meta.shape if not same(n, 1)]
+    if len(solid) != len(left) or not all(same(n, m) for (_, n), m in zip(solid, left, strict=True)):
+        return None
+    names = iter(axis for axis, _ in solid)
+    return tuple(NONE if same(n, 1) else next(names) for n in value.meta.shape)

@@ -364,11 +364,13 @@ class Output(Fact):
 @dataclass(frozen=True)
 class Outputs(Fact):
     """What the experts from 0 on make of every token, those included that do not go to them; times `share` if set.
-    `axes` as for Hits, with FEATURE for the hidden dimension."""
+    `axes` as for Hits, with FEATURE for the hidden dimension. With `ids`, of each token those of its `k` slots."""
 
     rows: tuple[Value, ...]
     axes: tuple[str, ...]
     share: Share | None = None
+    ids: Value | None = None
+    k: int | None = None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,15 @@ def _view_hits(value, a, hits, shape):
     old = [(axis, n) for axis, n in zip(hits.axes, a.meta.shape, strict=True) if axis != NONE]
     if any(axis == NONE and not same(n, 1) for axis, n in zip(hits.axes, a.meta.shape, strict=True)):
         return None
-    axes, new = [], list(value.meta.shape)
+    viewed = _viewed(value, hits, old)
+    if viewed is None:  # dimensions of one token stand anywhere
+        solid = [(axis, n) for axis, n in old if axis != TOKEN or not same(n, 1)]
+        viewed = _viewed(value, hits, solid) if TOKEN in [axis for axis, _ in solid] else None
+    return viewed
+
+
+def _viewed(value: Value, hits: Hits, old: list) -> Hits | None:
+    axes, new, old = [], list(value.meta.shape), list(old)
     while new:
         if same(new[0], 1) and not (old and same(old[0][1], 1)):
             axes.append(NONE)

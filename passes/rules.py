@@ -527,7 +527,8 @@ def _unsqueeze(facts, value, a, dim):
     fact, axis = facts.of(a), dim % len(value.meta.shape)
     if isinstance(fact, (Rows, Pointwise)) and axis in (1, 2):
         return Slim(fact, axis)
-    if fact is None and axis == 1 and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
+    plain = fact is None or isinstance(fact, Combined)
+    if plain and axis == 1 and len(a.meta.shape) == 2 and a.meta.dtype.is_floating_point:
         return Lifted(_whole(a))
     return _repeat(facts, value, a)
 
@@ -992,7 +993,8 @@ import mok_compile.passes.picked  # noqa: E402
 import mok_compile.passes.single  # noqa: E402
 import mok_compile.passes.parts  # noqa: E402
 import mok_compile.passes.dense  # noqa: E402
-import mok_compile.passes.batched  # noqa: E402, F401
+import mok_compile.passes.batched  # noqa: E402
+import mok_compile.passes.selected  # noqa: E402, F401
 
 
 def register_foreign() -> None:

@@ -205,6 +205,7 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
         combined = _made(node, view, facts)
         if node in seen or not isinstance(combined, Combined):
             continue
+        chain = [node]
         # Rows added onto something are the result as they are: what they were added onto is overwritten by then.
         while combined.base is None and len(node.users) == 1:
             user = next(iter(node.users))
@@ -212,11 +213,23 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
                 break  # the op runs where the last node did, and needs its gradient
             seen.add(node)
             node = user
+            chain.append(node)
         pending = [node]
         while pending:
             seen.add(pending[-1])
             pending += [u for u in pending.pop().users if u not in seen and _made(u, view, facts) == combined]
-        yield node
+        fitting = [n for n in chain if _fits(view.value(n), combined)]
+        yield fitting[-1] if fitting else node
+
+
+def _fits(result: Value, combined: Combined) -> bool:
+    """Whether `result` has the shape that a block's result can have: [T, H], or that of the tokens."""
+    shape = result.meta.shape
+    source = combined.rows.bare.source
+    while not isinstance(source, Rows):
+        source = source.columns[0].projection.source
+    x = _unflattened(source.x, result).meta.shape
+    return len(shape) == 2 or (len(shape) == len(x) and all(map(same, shape, x)))
 
 
 def _made(node: fx.Node, view: View, facts: Facts):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import routers
 import test_batched
+import test_selected
 import test_split
 import test_user_blocks
 import torch
@@ -212,14 +213,15 @@ def twice():
     return model, (tokens(TOKENS, HIDDEN, double), *routes)
 
 
-def written(block, **how):
+def written(block, shape=None, **how):
     """Blocks as users write them, on tokens alone."""
 
     def make():
         torch.manual_seed(0)
         model = block(**how)
         count, hidden = (TOKENS, HIDDEN) if isinstance(model, Moe) else (9, test_batched.HIDDEN)
-        return model, (tokens(count, hidden, torch.float64),)
+        x = tokens(count, hidden, torch.float64)
+        return model, (x if shape is None else x.detach().view(*shape, hidden).requires_grad_(),)
 
     return make
 
@@ -289,6 +291,8 @@ CASES = [
             *(*test_batched.GATHERED, *test_batched.DENSE, test_batched.Llama4),
         )
     ),
+    *(Case(f"selected_{b.__name__}", written(b), tolerance=1e-6) for b in test_selected.SELECTED),
+    *(Case(f"selected_{b.__name__}", written(b, shape=(3, 3)), tolerance=1e-6) for b in test_selected.TWO_DIMENSIONS),
     Case("hf_batched_mm", hugging_face("qwen3_moe", experts_implementation="batched_mm"), tolerance=1e-4),
     Case("ranges", written(test_split.Ranges)),
     Case("split", written(test_split.Split)),
