@@ -69,7 +69,7 @@ REASONS = {
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",
-        "a loop without a branch on the data, such as out[rows] += ..., is fused under fullgraph=True or "
+        "a loop without a branch on the data, such as out[mask] += ..., is fused under fullgraph=True or "
         "options={'mok.capture': True}; otherwise model.set_experts_implementation('grouped_mm') where the model has "
         "that setting, or write the experts as grouped matmuls (torch.nn.functional.grouped_mm)",
     ),

@@ -30,6 +30,9 @@ _PREPARES = {
 }  # fmt: skip
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 _ADDS = ("index_add_", "index_add")
+# What a loop calls and does that adds with ``total[rows] += ...``.
+_PLACES = {"where", "nonzero"}
+_STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
 SHADOWED = ("enumerate", "int")
@@ -59,7 +62,8 @@ def may_cut(function: Callable) -> bool:
         return False
     names = {*function.__code__.co_names, *function.__code__.co_varnames}
     lists = {"append", "cat"} <= names and any("expert" in name for name in names)
-    return lists or not set(_ADDS).isdisjoint(names)
+    stored = not _PLACES.isdisjoint(names) and {*function.__code__.co_code[::2]} >= _STORES
+    return lists or stored or not set(_ADDS).isdisjoint(names)
 
 
 def cut(function: types.FunctionType, run: Callable) -> Cut | None:
@@ -224,17 +228,24 @@ def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
 
 
 def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
-    """The variable that every ``index_add_`` in the loop adds onto, or else that every ``append`` appends to, and
-    whether it is the latter."""
+    """The variable that every ``index_add_`` or ``[rows] +=`` in the loop adds onto, or else that every ``append``
+    appends to, and whether it is the latter."""
     methods = [
         (node.func.value.id if isinstance(node.func.value, ast.Name) else None, node.func.attr)
         for node in ast.walk(loop)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
     added = {name if method == _ADDS[0] else None for name, method in methods if method in _ADDS}
+    added |= {node.target.value.id for node in ast.walk(loop) if _adds_rows(node)}
     listed = {name for name, method in methods if method == "append"}
     names = [*added, *listed]
     return (names[0], bool(listed)) if len(names) == 1 and names[0] is not None else None
+
+
+def _adds_rows(node: ast.AST) -> bool:
+    """Whether `node` is ``total[rows] += ...``."""
+    rows = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Subscript)
+    return rows and isinstance(node.target.value, ast.Name)
 
 
 def _assigned(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
@@ -338,6 +349,8 @@ def _plain(statement: ast.stmt, total: str) -> bool:
         return all(_plain(s, total) for s in (*statement.body, *statement.orelse))
     if isinstance(statement, ast.With):
         return _no_grad(statement) and all(_plain(s, total) for s in statement.body)
+    if _adds_rows(statement):
+        return statement.target.value.id == total
     if isinstance(statement, ast.Expr):
         call = statement.value
         method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mok_compile.passes.alike import check_quiet
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.effects import Effects
-from mok_compile.passes.facts import Combined
+from mok_compile.passes.facts import Combined, Onto
 from mok_compile.passes.reach import Reach
 from mok_compile.passes.record import Recorder
 from mok_compile.passes.rules import Break, same
@@ -59,6 +59,15 @@ class _Domain(Exception):
 
 
 @dataclass(frozen=True)
+class Known:
+    """The places of local variables of which the graph up to the loop says more: `masks` hold zeros, and at most one 1
+    in each row, `distinct` integers of which no two in a row are alike."""
+
+    masks: frozenset[int] = frozenset()
+    distinct: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Part:
     """What the experts [lo, hi) do: a proven block, or hand their tokens through, weighted (`passed`), or nothing.
 
@@ -74,11 +83,11 @@ class Part:
     sources: dict[str, Any] | None = None
 
 
-def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], reach: Reach) -> tuple[Part, ...]:
+def understand(cut: Cut, owner: torch.nn.Module, live: tuple, known: Known, reach: Reach) -> tuple[Part, ...]:
     """Proves what the loop of `cut` does in `owner`: what becomes of each range of experts.
 
-    `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. `masks`: the places of those
-    that hold zeros, and at most one 1 in each row. `reach`: of the cut's probe.
+    `live`: the values of the loop's local variables: fake tensors, lists of them, numbers. `known`: what the graph says
+    of them. `reach`: of the cut's probe.
     Break with reason and detail where there is no proof.
     """
     check_quiet(owner, cut.reads)
@@ -94,7 +103,7 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[i
     while ranges:
         lo, hi, why = ranges.pop(0)
         try:
-            parts.append(_prove(cut, owner, live, masks, (lo, hi, why), reach))
+            parts.append(_prove(cut, owner, live, known, (lo, hi, why), reach))
         except Split as split:
             ranges[:0] = [(lo, split.at, why), (split.at, hi, split.why)]
             why = split.why
@@ -132,7 +141,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def _prove(
-    cut: Cut, owner: torch.nn.Module, live: tuple, masks: frozenset[int], range: tuple[int, int, str], reach: Reach
+    cut: Cut, owner: torch.nn.Module, live: tuple, known: Known, range: tuple[int, int, str], reach: Reach
 ) -> Part:
     effects = Effects(owner, reach)
     turn, idle = Turn(cut, owner, live, range, reach), Turn(cut, owner, live, range, reach, rows=0)
@@ -144,7 +153,7 @@ def _prove(
         raise Break("mutation", "the loop changes more than tensors: an attribute, a list, the random numbers' state")
     if not idle.unchanged(nothing):
         raise Break("no-match", "an expert without tokens changes the result")
-    return turn.conclude(result, masks)
+    return turn.conclude(result, known)
 
 
 class Pinned(Exception):
@@ -172,7 +181,7 @@ class Turn:
         self._counted: torch.Tensor | None = None
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self._total: Any = None
-        self._masks: frozenset[int] = frozenset()
+        self._known = Known()
         self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
 
     def run(self) -> torch.Tensor | None:
@@ -200,14 +209,15 @@ class Turn:
         for node in self.recorder.graph.nodes:
             written = node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
             if written and _memory(node.args[0].meta["example_value"]) == memory:
-                rows = node.args[2].meta["example_value"] if node.target is aten.index_add_.default else None
+                adds = (aten.index_add_.default, aten.index_put_.default)
+                rows = node.args[2].meta["example_value"] if node.target in adds else None
                 if rows is None or not same(rows.shape[0], 0):
                     return False
         return result is self._total
 
-    def conclude(self, result: torch.Tensor | None, masks: frozenset[int]) -> Part:
+    def conclude(self, result: torch.Tensor | None, known: Known) -> Part:
         """What the recorded turn means."""
-        self._masks = masks
+        self._known = known
         (lo, hi), sources = self.range, self.recorder.sources
         view = View(self._finished(result))
         final = self.recorder.node(result)
@@ -216,7 +226,7 @@ class Turn:
         facts = self._facts(view)
         self._check_untouched(view, final)
         value = view.value(final)
-        if self._is_start(value):
+        if self.is_start(value):
             return Part(lo, hi)
         fact = facts.of(value)
         if value in facts.broken:
@@ -227,7 +237,7 @@ class Turn:
         if not isinstance(fact, (Combined, Passed)):
             raise Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
         if not self.cut.appends:
-            self._check_base(view, fact.base)
+            self._check_base(view, facts, fact.base)
         self._check_all_hit(view, facts, fact.rows.ids)
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
@@ -246,11 +256,16 @@ class Turn:
             int(size)
             raise Pinned from None
 
-    def _check_base(self, view: View, base: Value | None) -> None:
-        if base is None or not self._is_start(base):
+    def _check_base(self, view: View, facts: TurnFacts, base: Value | None) -> None:
+        if base is None or not self.is_start(base):
             raise Break("no-match", "the loop does not add onto what it started from")
-        if any(base in v.inputs and not (v.op is aten.index_add.default and v.args[0] is base) for v in view.values):
-            raise Break("no-match", "the loop reads what it has added up so far")
+        onto = {
+            v for v in view.values if v.op in (aten.index_add.default, aten.index_put.default) and v.args[0] is base
+        }
+        added = {v for v in view.values if isinstance(fact := facts.of(v), Onto) and fact.base is base}
+        for read in (v for v in view.values if base in v.inputs and v not in onto):
+            if read.op is not aten.index.Tensor or any(read in v.inputs and v not in added for v in view.values):
+                raise Break("no-match", "the loop reads what it has added up so far")
 
     def _check_all_hit(self, view: View, facts: TurnFacts, ids: Value) -> None:
         """A loop over the experts that were hit must go over all that these `ids` hit."""
@@ -279,9 +294,14 @@ class Turn:
     def is_mask(self, value: Value) -> bool:
         """Whether `value` is a mask of which one expert at most is known for each slot."""
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
-        return isinstance(source, Local) and source.place in self._masks and len(value.meta.shape) in (2, 3)
+        return isinstance(source, Local) and source.place in self._known.masks and len(value.meta.shape) in (2, 3)
 
-    def _is_start(self, value: Value) -> bool:
+    def is_distinct(self, value: Value) -> bool:
+        """Whether `value` holds a token's expert numbers of which no two are known to be alike."""
+        source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
+        return isinstance(source, Local) and source.place in self._known.distinct
+
+    def is_start(self, value: Value) -> bool:
         """Whether `value` is what the total was before the turn."""
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
         return isinstance(source, Local) and self.cut.live[source.place] == self.cut.total

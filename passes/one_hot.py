@@ -1,10 +1,12 @@
 """Masks that a loop over experts gets ready-made: zeros and ones, and for each slot at most one expert.
 
 The loop itself cannot tell; the graph that Dynamo has traced up to there can: a one-hot of expert numbers, from which
-others are struck out for want of capacity, say.
+others are struck out for want of capacity, say. It can tell too that no two of a token's expert numbers are alike.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import fx
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mok_compile.passes.facts import Iota
 from mok_compile.passes.rules import Facts, same
-from mok_compile.passes.view import Value, View
+from mok_compile.passes.view import Value, View, name_of
 
 aten = torch.ops.aten
 
@@ -25,10 +27,7 @@ def is_one_hot(node: fx.Node) -> bool:
     nodes = _behind(node)
     if node not in nodes:  # one of several results
         return False
-    # Only what leads here is looked at, so nothing of it may have been written in place.
-    memory = {_memory(n) for n in nodes}
-    sharing = (n for n in node.graph.nodes if _is_number(n) and _memory(n) in memory)
-    if any(_example(n).is_inference() or _example(n)._version for n in sharing):
+    if _written(nodes):  # only what leads here is looked at
         return False
     graph, env = fx.Graph(), {}
     for old in node.graph.nodes:
@@ -41,6 +40,23 @@ def is_one_hot(node: fx.Node) -> bool:
     graph.output(env[node])
     view = View(graph)
     return _single(view.value(env[node]), Facts(view.values))
+
+
+def is_distinct(node: fx.Node) -> bool:
+    """Whether no two integers in a row of the last dimension are known to be alike: the places of top-k."""
+    if not _is_number(node) or node.target is not operator.getitem or node.args[1] != 1 or _written({node}):
+        return False
+    choice = node.args[0]
+    dim = choice.args[2] if len(choice.args) > 2 else choice.kwargs.get("dim", -1)
+    return name_of(choice) == "topk" and dim in (-1, len(_example(node).shape) - 1)
+
+
+def _written(nodes: set[fx.Node]) -> bool:
+    """Whether something may have been written in place into the memory of `nodes`."""
+    memory = {_memory(n) for n in nodes}
+    graph = next(iter(nodes)).graph
+    sharing = (n for n in graph.nodes if _is_number(n) and _memory(n) in memory)
+    return any(_example(n).is_inference() or _example(n)._version for n in sharing)
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:

@@ -19,13 +19,14 @@ from mok_compile.passes.facts import (
     Differentiable,
     Fact,
     Iota,
+    Onto,
     Pointwise,
     Rows,
     RowWeight,
     Token,
     Weight,
 )
-from mok_compile.passes.rules import RULES, Break, Facts, _biased, _name, _projected, same
+from mok_compile.passes.rules import RULES, Break, Facts, _biased, _combined, _name, _projected, same
 from mok_compile.passes.view import Meta, Value, View
 
 if TYPE_CHECKING:
@@ -390,17 +391,31 @@ def _index(facts, value, a, indices):
             return None
         rows = RULES[aten.index.Tensor](facts, value, a.args[0], (indices[1],))
         return Staged(rows) if isinstance(rows, Rows) else None
+    if len(by) == 1 and isinstance(by[0], Token) and len(by[0].ids.meta.shape) == 1:
+        return _one_each(facts, a, by[0])
     if len(by) == 2 and isinstance(by[0], Token) and isinstance(by[1], Slot):
         ids, weights = by[0].ids, a
         while weights.op is aten.unsqueeze.default and weights.args[1] in (-1, len(weights.meta.shape) - 1):
             weights = weights.args[0]
         if len(weights.meta.shape) == 2 and isinstance(weights.meta.shape[1], torch.SymInt):
             raise Symbolic(weights.meta.shape[1])
+        if len(weights.meta.shape) == 3 and same(weights.meta.shape[2], 1):
+            weights = facts.derived(aten.squeeze.dim, (weights, 2), weights, weights.meta.shape[:2])
         fits = len(weights.meta.shape) == 2 and all(map(same, weights.meta.shape, ids.meta.shape))
         if by[1] != Slot(ids, by[0].order) or not fits or not weights.meta.dtype.is_floating_point:
             return None
         return RowWeight(weights, ids, by[0].order) if facts.of(weights) is None else None
     return None
+
+
+def _one_each(facts: TurnFacts, a: Value, by: Token) -> RowWeight | None:
+    """The weights [T] or [T, 1] of tokens that have one slot each."""
+    shape, floating = a.meta.shape, a.meta.dtype.is_floating_point
+    if facts.of(a) is not None or not floating or not same(shape[0], by.ids.meta.shape[0]):
+        return None
+    if len(shape) == 1:
+        a = facts.derived(aten.unsqueeze.default, (a, -1), a, (*shape, 1))
+    return RowWeight(a, by.ids, by.order) if len(shape) == 1 or (len(shape) == 2 and same(shape[1], 1)) else None
 
 
 @_own(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -506,9 +521,28 @@ def _addmm(facts, value, bias, a, b, *, beta=1, alpha=1):
 def _add(facts, value, a, b, alpha=1):
     for x, y in ((a, b), (b, a)):
         fact, member = facts.of(x), facts.of(y)
+        if isinstance(fact, Pointwise) and isinstance(member, Rows) and alpha == 1 and y.op is aten.index.Tensor:
+            (index,) = y.args[1]
+            own = isinstance(facts.of(index), Token) and facts.turn.is_start(y.args[0])
+            if own and (member.ids, member.order, member.k) == (fact.ids, fact.order, fact.k):
+                return Onto(fact, y.args[0])
         if isinstance(fact, Pointwise) and isinstance(member, Member) and len(y.meta.shape) == 1 and alpha == 1:
             return _biased(fact, BiasRows(member.weight.stored, fact.ids, fact.order))
     return None
+
+
+@_own(aten.index_put.default)
+def _index_put(facts, value, base, indices, source, accumulate=False):
+    """``total[rows] += ...``, as it is spelled out."""
+    fact, by = facts.of(source), facts.of(indices[0]) if len(indices) == 1 and indices[0] is not None else None
+    if not isinstance(fact, Onto) or fact.base is not base or accumulate:
+        return None
+    rows = fact.rows
+    if not isinstance(by, Token) or (by.ids, by.order, by.k) != (rows.ids, rows.order, rows.k):
+        raise Break("no-match", "rows are added up by an index that is not proven to be their token")
+    if rows.k > 1 and not facts.turn.is_distinct(rows.ids):
+        raise Break("no-match", "a token may go to one expert twice, and one of the two would be lost")
+    return _combined(facts, rows, base)
 
 
 @_own(aten.mul.Tensor, aten.mul.Scalar)

@@ -309,8 +309,8 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
     from mok_compile.integrations.guards import guard
     from mok_compile.integrations.proofs import proven
-    from mok_compile.passes.iteration import understand
-    from mok_compile.passes.one_hot import is_one_hot
+    from mok_compile.passes.iteration import Known, understand
+    from mok_compile.passes.one_hot import is_distinct, is_one_hot
     from mok_compile.passes.rules import Break
 
     if not _live:
@@ -320,13 +320,14 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     try:
         if owner in distrusted:
             raise Break("verify", distrusted[owner])
-        masks = frozenset(place for place, node in enumerate(nodes) if node is not None and is_one_hot(node))
+        told = (frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct))
+        known = Known(*told)
         engine = our_options().engine
         plan, reach = proven(
             cut,
             owner,
-            (*live, masks, engine),
-            lambda reach: _written(understand(cut, owner, live, masks, reach), owner, engine),
+            (*live, known.masks, known.distinct, engine),
+            lambda reach: _written(understand(cut, owner, live, known, reach), owner, engine),
         )
         guard(owner, source, reach)
     except Break as stop:
@@ -402,6 +403,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         aten._unsafe_view.default: "view",
         aten.transpose.int: "transpose",
         aten.unsqueeze.default: "unsqueeze",
+        aten.squeeze.dim: "squeeze",
         aten._to_copy.default: "to",
         aten.slice.Tensor: "narrow",
         aten.mul.Tensor: "mul",
@@ -414,7 +416,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         return value.op, recipe(args[0]), recipe(args[1])
     if value.op is aten._to_copy.default:
         return method, recipe(args[0]), value.meta.dtype
-    if value.op in (aten.slice.Tensor, aten.mul.Tensor) and value.number < 0:
+    if value.op in (aten.slice.Tensor, aten.mul.Tensor, aten.squeeze.dim) and value.number < 0:
         return method, recipe(args[0]), *args[1:]
     if method in ("view", "transpose", "unsqueeze") and not any(isinstance(a, torch.SymInt) for a in value.meta.shape):
         return method, recipe(args[0]), *args[1:]
