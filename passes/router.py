@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mok_compile.passes.facts import Full
+from mok_compile.passes.facts import FromTable, Full
 from mok_compile.passes.rules import Break, Facts, _number, pinned, same
 from mok_compile.passes.site import Block
 from mok_compile.passes.view import Value
@@ -31,6 +31,7 @@ _BINARY = {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.add.Tensor: "add", aten.add.Scalar: "add",
     aten.div.Tensor: "div", aten.div.Scalar: "div",
 }  # fmt: skip
+_SUMS = (aten.sum.dim_IntList, aten.linalg_vector_norm.default)
 _SHAPES = (
     *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default),
     *(aten.clone.default, aten.alias.default),
@@ -68,11 +69,15 @@ class Router:
 
 def find(block: Block, facts: Facts) -> Router:
     """The router of `block`. Break("router") with the place where the proof ends."""
-    if not isinstance(block.weights, Value):
-        raise _stop("the experts' rows are not multiplied by one routing weight for each slot")
+    if isinstance(block.weights, FromTable):
+        raise _stop("the routing weights stand in a table of all experts; they are not the chosen experts' own scores")
+    if block.weights is None:
+        raise _stop("the experts' rows are not multiplied by routing weights")
     ids = bare(block.ids, cut=True)
     while ids.op is aten._to_copy.default and not ids.meta.dtype.is_floating_point and ids.meta.dtype.itemsize > 1:
         ids = bare(ids.args[0], cut=True)
+    if ids.op is aten.searchsorted.Tensor:
+        raise _stop("the tokens are sorted by expert before the loop over the experts, so that it sees no router")
     if ids.op is not aten.topk.default or ids.index != 1:
         raise _stop(f"the expert ids come from {_name(ids)}, not from top-k")
     return _Search(block, facts, ids).router()
@@ -95,6 +100,14 @@ def forms(value: Value) -> list[Value]:
     while found[-1].op in _SHAPES and not found[-1].detached:
         found.append(found[-1].args[0])
     return found
+
+
+def _at_least_0(value: Value) -> bool:
+    """Whether `value` holds scores that cannot be negative. Where one is zero, so is the gradient that its logit gets:
+    what derivative its absolute value has there makes no difference."""
+    while value.op in (*_SHAPES, aten._to_copy.default, aten.topk.default, aten.gather.default) and value.index == 0:
+        value = value.args[0]
+    return value.op in (aten._softmax.default, aten.sigmoid.default)
 
 
 class _Search:
@@ -284,9 +297,14 @@ class _Search:
             if len(total.args) > 2 or total.kwargs.keys() - {"min"}:
                 return None
             total, how = total.args[0], ("clamp", _number(low))
-        if not isinstance(total, Value) or None in how or total.op is not aten.sum.dim_IntList:
+        if not isinstance(total, Value) or None in how or total.op not in _SUMS:
             return None
-        b, dims, *keep = total.args
+        b, *args = total.args
+        if total.op is aten.linalg_vector_norm.default:  # of numbers that are not negative, the sum
+            if args[:1] != [1] or not _at_least_0(b):
+                return None
+            args = args[1:]
+        dims, *keep = args
         kept = keep == [True] or total.kwargs.get("keepdim") is True
         rest = total.kwargs.keys() - {"keepdim"}
         own = b is a and dims is not None and len(dims) == 1 and _last(b, dims[0]) and kept and not rest

@@ -84,6 +84,11 @@ def deepseek_v4(logits, correction, scale):
     return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * 1.5
 
 
+def dbrx(logits, correction, scale):
+    weights, ids = torch.topk(logits.softmax(-1), K, dim=-1)
+    return ids, weights / torch.norm(weights, p=1.0, dim=-1, keepdim=True)
+
+
 def kolibri(logits, correction, scale):
     ids = torch.topk(logits + correction, K, dim=-1)[1]
     return ids, logits.gather(-1, ids).sigmoid()
@@ -119,6 +124,7 @@ CASES = {
         RouterSpec(*(K, (Step("softplus"), Step("sqrt")), (FLOOR, Step("mul", (1.5,)))), corrected=True, ordered=False),
         deepseek_v4,
     ),
+    "dbrx": Case(RouterSpec(K, (SOFTMAX,), (NORMALISED,)), dbrx),
     "kolibri": Case(RouterSpec(K, (), (SIGMOID,), corrected=True), kolibri),
     "softcapped": Case(
         RouterSpec(K, (Step("div", (3.0,)), Step("tanh"), Step("mul", (3.0,)), Step("add", (0.5,)), SIGMOID), ()),

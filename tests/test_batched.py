@@ -405,15 +405,6 @@ class NormBetween(DenseEinsum):
         return torch.einsum("te,teh->th", self.table(ids, weights), rows)
 
 
-class Selected(DenseEinsum):
-    """Every expert on every token, and then those that were chosen are picked."""
-
-    def mix(self, x, ids, weights):
-        gate, up = torch.einsum("th,eih->tei", x, self.w13).chunk(2, -1)
-        rows = torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2)
-        return (rows.gather(1, ids[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
-
-
 class SoftMixture(DenseEinsum):
     """Every expert counts for every token."""
 
@@ -452,7 +443,7 @@ def test_soft_mixtures_are_named(block):
     assert "top-k" in fused.report.sites[0].cure
 
 
-@pytest.mark.parametrize("block", [NormBetween, Selected, CutOff, DenseWithoutRouting])
+@pytest.mark.parametrize("block", [NormBetween, CutOff, DenseWithoutRouting])
 def test_experts_on_every_token_are_named(block):
     """What is no form that can be fused is a miss: a choice or weights of tokens and experts say that these are
     experts."""

@@ -503,6 +503,23 @@ class SumOfColumn(Wrong):
         return weights / weights.sum(0, keepdim=True)
 
 
+class OtherNorm(Wrong):
+    def weigh(self, scores, ids):
+        weights = scores.gather(1, ids)
+        return weights / torch.norm(weights, p=2, dim=-1, keepdim=True)
+
+
+class NormOfLogits(Wrong):
+    """The sum of absolute values, of which some are negative."""
+
+    def score(self, logits):
+        return logits.tanh()
+
+    def weigh(self, scores, ids):
+        weights = scores.gather(1, ids)
+        return weights / torch.norm(weights, p=1, dim=-1, keepdim=True)
+
+
 class SquaredSum(Wrong):
     def weigh(self, scores, ids):
         weights = scores.gather(1, ids)
@@ -667,6 +684,8 @@ class MaskInverted(Groups):
         (SumOfAll, "no step of a router"),
         (SumOfColumn, "no step"),
         (SquaredSum, "no step"),
+        (OtherNorm, "no step"),
+        (NormOfLogits, "no step"),
         (DetachedSum, "no step"),
         (DetachedEps, "no step"),
         (DetachedWeights, "cut"),
