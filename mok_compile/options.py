@@ -54,12 +54,17 @@ class Options:
 
 
 def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Our options and the rest. ValueError for an unknown ``mok.`` key, TypeError for a value of the wrong type."""
+    """Our options and the rest. ValueError for an unknown ``mok.`` key or an environment variable with a wrong value,
+    TypeError for a value of the wrong type."""
     known = {field.name: field for field in fields(Options)}
     given = {name: _from_environment(field) for name, field in known.items() if _variable(name) in os.environ}
     for variable in os.environ:
         if variable.startswith("MOK_") and variable not in (*map(_variable, known), *_OTHER_VARIABLES):
             _warn_of(variable)
+    if "MOK_CPU_ISA" in os.environ:
+        from mok_compile.engines.cpu import wanted_level
+
+        wanted_level()
     rest = {}
     for key, value in (options or {}).items():
         name = key.removeprefix(PREFIX)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from blocks import Fixed, Moe, Stack, routing, tokens
 from harness import assert_close, compare
+from loops import Hit
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -91,9 +92,22 @@ def test_environment(monkeypatch):
         split(None)
 
 
-def test_errors_reach_the_user_of_torch_compile():
-    with pytest.raises(Exception, match=r"unknown option 'mok\.fast'; valid options are mok\.enabled"):
-        torch.compile(small(), backend="mok", options={"mok.fast": True})(tokens())
+@pytest.mark.parametrize("model", [small, lambda: nn.Sequential(Hit())], ids=["grouped", "loop"])
+def test_errors_reach_the_user_of_torch_compile(model):
+    """As errors of this backend, not as bugs of Dynamo, at the top; also where a loop asks for the options first."""
+    message = r"^backend='mok' raised:\nValueError: unknown option 'mok\.fast'; valid options are mok\.enabled"
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        torch.compile(model(), backend="mok", options={"mok.fast": True})(torch.randn(2, 7, 16))
+
+
+def test_an_instruction_set_that_there_is_none_of(monkeypatch):
+    monkeypatch.setenv("MOK_CPU_ISA", "mmx")
+    message = r"^backend='mok' raised:\nValueError: MOK_CPU_ISA='mmx' is not one of scalar, avx2"
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        torch.compile(nn.Linear(4, 4), backend="mok")(torch.randn(2, 4))
+
+
+def test_errors_in_inductors_options_too():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="frobnicate"):
         torch.compile(small(), backend="mok", options={"frobnicate": True})(tokens())

@@ -29,6 +29,12 @@ def test_info_says_why_not(capsys, monkeypatch):
     assert "building it needs a compiler, and none was found" in capsys.readouterr().out
 
 
+def test_info_says_what_is_wrong_with_a_variable(capsys, monkeypatch):
+    monkeypatch.setenv("MOK_CPU_ISA", "mmx")
+    assert cli.main(["info"]) == 0
+    assert "  cpu           MOK_CPU_ISA='mmx' is not one of scalar, avx2" in capsys.readouterr().out
+
+
 def test_build_reports_each_library(capsys, monkeypatch):
     for results, status in (
         ([("cpu", Path("libmok_cpu.so")), ("sm90", "no compiler")], 0),

@@ -30,6 +30,10 @@ class Cpu:
     name = "cpu"
 
     def usable(self) -> str | None:
+        try:
+            wanted_level()
+        except ValueError as error:
+            return str(error)
         return build.unavailable("cpu")
 
     def supports(self, spec: ExpertsSpec, problem: Problem) -> str | None:
@@ -99,7 +103,7 @@ class Cpu:
         y = torch.empty(ids.shape[0], rows.shape[1], dtype=spec.dtype)
         order, offsets = torch.empty(ids.numel(), dtype=torch.int32), torch.empty(num_experts, dtype=torch.int32)
         operands = (rows.contiguous(), ids.contiguous(), weights.float().contiguous(), y, order, offsets)
-        ops.combine(*operands, spec.weight_on == "input", _wanted_level())
+        ops.combine(*operands, spec.weight_on == "input", wanted_level())
         return y
 
 
@@ -116,10 +120,11 @@ def _ops():
 def level() -> str:
     """The instruction set in use: the best that this machine has, or a lower one named by MOK_CPU_ISA."""
     build.load("cpu")
-    return LEVELS[min(_wanted_level(), torch.ops.mok_cpu.best_level())]
+    return LEVELS[min(wanted_level(), torch.ops.mok_cpu.best_level())]
 
 
-def _wanted_level() -> int:
+def wanted_level() -> int:
+    """The number of the highest instruction set to use. ValueError where MOK_CPU_ISA names none."""
     name = os.environ.get("MOK_CPU_ISA") or LEVELS[-1]
     if name not in LEVELS:
         raise ValueError(f"MOK_CPU_ISA={name!r} is not one of {', '.join(LEVELS)}")
@@ -128,7 +133,7 @@ def _wanted_level() -> int:
 
 def _how(spec: ExpertsSpec) -> tuple:
     operations, limits = _program(spec.expr)
-    return LAYOUTS.index(spec.layout), spec.weight_on == "input", operations, limits, _wanted_level()
+    return LAYOUTS.index(spec.layout), spec.weight_on == "input", operations, limits, wanted_level()
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,7 +30,12 @@ def options_of(compiler: Callable | None) -> Options | None:
         return None
     options = getattr(backend, "options", None)  # of `explain`, which has parsed them already
     if not isinstance(options, Options):
-        options, _ = split((getattr(compiler, "kwargs", None) or {}).get("options"))
+        try:
+            options, _ = split((getattr(compiler, "kwargs", None) or {}).get("options"))
+        except (TypeError, ValueError):
+            return (
+                None  # the backend says so once it gets the graph: an error from here would look like one of Dynamo's
+            )
     return options if options.enabled else None
 
 
