@@ -100,7 +100,13 @@ def _check(module: nn.Module, binding: Binding) -> int:
 
 
 def _forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The forward of an expert-parallel module: x [..., H], ids [T, K], weights [T, K] -> as x."""
+    """The forward of an expert-parallel module: x [..., H], ids [T, K], weights [T, K] -> as x, in whatever dtype x
+    is; the experts compute in that of their weights, also under autocast. RuntimeError under torch.func.vmap."""
+    if not torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "ExpertParallel does not run under the transforms of torch.func (vmap, grad, ...): its parameters are "
+            "DTensors, which these do not know. Take the experts out of the transform, or give it all tokens at once"
+        )
     binding = module.__dict__[_STATE].binding
     up = [_local(module, name) for name in binding.up]
     down = [_local(module, binding.down)]

@@ -348,3 +348,31 @@ def hugging_faces_own(implementation, compiled):
     close(found.detach(), wanted.detach(), "logits")
     same_gradients(model, reference)
     return (run.report.fused, str(run.report)) if compiled else None
+
+
+def other_dtypes(experts_dtype, x_dtype, autocast):
+    """Activations of another dtype than the experts' weights: what the experts alone make of them in one process."""
+    model, reference = layer().experts.to(experts_dtype), layer().experts.to(experts_dtype)
+    parallelize_module(model, mesh()["ep"], ExpertParallel(Experts.binding, engine="portable"))
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+    x = torch.randn(4, 16, generator=generator).to(x_dtype).requires_grad_()
+    ids = torch.rand(4, 6, generator=generator).topk(2).indices
+    weights = torch.rand(4, 2, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = model(x, ids, weights)
+    wanted = reference(x.to(experts_dtype), ids, weights.to(experts_dtype)).to(x_dtype)
+    assert found.dtype == x_dtype and found.shape == x.shape
+    grads = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (found, wanted)]
+    assert grads[0].dtype == x_dtype
+    low = torch.bfloat16 in (experts_dtype, x_dtype)
+    for a, b in ((found, wanted), grads):
+        assert float((a.float() - b.float()).norm()) <= (2e-2 if low else 1e-5) * float(b.float().norm())
+
+
+def under_vmap():
+    model = spread(layer(), mesh()["ep"]).experts
+    x, ids, weights = torch.randn(3, 4, 16), torch.zeros(3, 4, 2, dtype=torch.int64), torch.rand(3, 4, 2)
+    try:
+        torch.vmap(model)(x, ids, weights)
+    except RuntimeError as error:
+        return str(error)

@@ -2,6 +2,7 @@
 
 import ep_model
 import pytest
+import torch
 
 RANKS = (2, 3, 4)
 
@@ -14,6 +15,17 @@ def test_a_layer(group_of, ranks, how):
 
 def test_gradients_accumulate(group_of):
     group_of(2).run(ep_model.as_one_process, "eager", 3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("experts", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
+def test_activations_of_another_dtype(group_of, experts, x, autocast):
+    group_of(2).run(ep_model.other_dtypes, experts, x, autocast)
+
+
+def test_vmap_is_refused_by_name(group_of):
+    assert all("torch.func (vmap" in said for said in group_of(2).run(ep_model.under_vmap))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
