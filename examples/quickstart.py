@@ -9,6 +9,7 @@ run on a machine builds the kernels of this project too (about half a minute). E
 
 import argparse
 import copy
+import logging
 import sys
 import threading
 import time
@@ -141,8 +142,13 @@ def indent(text: str) -> str:
 
 @contextmanager
 def stage(text: str):
-    """Says what is going on and, on a terminal, for how long already."""
-    start, done = time.perf_counter(), threading.Event()
+    """Says what is going on and, on a terminal, for how long already. Log messages get lines of their own."""
+    start, done, log, said = time.perf_counter(), threading.Event(), logging.getLogger("mok_compile"), []
+
+    def end_line(record: logging.LogRecord) -> bool:
+        said.append(record)
+        print(flush=True)
+        return True
 
     def tick() -> None:
         while not done.wait(0.5):
@@ -150,14 +156,18 @@ def stage(text: str):
 
     clock = threading.Thread(target=tick, daemon=True)
     print(f"   ... {text}", end="", flush=True)
+    log.addFilter(end_line)
     if sys.stdout.isatty():
         clock.start()
     try:
         yield
     finally:
         done.set()
+        log.removeFilter(end_line)
+        again = clock.is_alive() or said
         if clock.is_alive():
             clock.join()
+        if again:
             print(f"\r   ... {text}", end="")
         print(f": {time.perf_counter() - start:.0f} s", flush=True)
 
