@@ -211,6 +211,8 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
             user = next(iter(node.users))
             if user.op == "output" or _made(user, view, facts) != combined or user in view.without_grad:
                 break  # the op runs where the last node did, and needs its gradient
+            if _fits(view.value(node), combined) and _reshaped(view.value(node), view.value(user)):
+                break  # what becomes of the result's shape is not the block's
             seen.add(node)
             node = user
             chain.append(node)
@@ -220,6 +222,13 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
             pending += [u for u in pending.pop().users if u not in seen and _made(u, view, facts) == combined]
         fitting = [n for n in chain if _fits(view.value(n), combined)]
         yield fitting[-1] if fitting else node
+
+
+def _reshaped(before: Value, after: Value) -> bool:
+    """Whether more than dimensions of one entry went away."""
+    old, new = ([n for n in v.meta.shape if not same(n, 1)] for v in (before, after))
+    kept = len(old) == len(new) and all(map(same, old, new))
+    return not kept or len(after.meta.shape) > len(before.meta.shape)
 
 
 def _fits(result: Value, combined: Combined) -> bool:
