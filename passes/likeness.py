@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mok_compile.passes.reach import CONTAINERS, INTERNAL, Reach, _static, is_constant, is_object
+from mok_compile.passes.reach import CONTAINERS, INTERNAL, Reach, class_attribute, is_constant, is_object
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -46,7 +46,7 @@ def describe_held(reach: Reach, held: list) -> list:
         writer._any(value)
     for cls in reach.types:
         for name in reach.shared(cls):
-            writer._any(_static(cls, name))
+            writer._any(class_attribute(cls, name))
     for value in held:
         writer._any(value)
     return writer.told
@@ -125,7 +125,7 @@ class _Writer:
                 self._any(value)
         for name in self.reach.shared(type(module)):
             if name not in own:
-                self._any(_static(type(module), name))
+                self._any(class_attribute(type(module), name))
 
     def _attributes(self, value: Any) -> None:
         for name, attribute in self.reach.attributes(value):

@@ -70,7 +70,7 @@ class Reach:
         """Class, name and what is there: the code that calls, reads and operators on objects of that class can run."""
         for cls in self.classes | self.types:
             for name in (self.names if cls in self._called else self.names - CALLS) | _implied(cls):
-                held = _static(cls, name)
+                held = class_attribute(cls, name)
                 if held is not None and not _is_state(held):
                     yield cls, name, held
 
@@ -88,7 +88,7 @@ class Reach:
             yield name, own[name]
         for name in self.shared(type(value)):
             if name not in own and name not in modules:
-                yield name, _static(type(value), name)
+                yield name, class_attribute(type(value), name)
 
     def is_dynamic(self, value: Any) -> bool:
         """Whether all attributes of `value` can be read, by names that are put together. Of the block itself its loop
@@ -100,7 +100,7 @@ class Reach:
         known, names = self._shared.get(cls, (-1, ()))
         if known != len(self.names):
             found = self.names if cls is type(self.owner) or DYNAMIC.isdisjoint(self.names) else self.names | _own(cls)
-            names = tuple(name for name in sorted(found) if _is_state(_static(cls, name)))
+            names = tuple(name for name in sorted(found) if _is_state(class_attribute(cls, name)))
             self._shared[cls] = len(self.names), names
         return names
 
@@ -210,7 +210,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _static(cls: type, name: str) -> Any:
+def class_attribute(cls: type, name: str) -> Any:
     """What `cls` holds under `name`, other than what all modules or all objects have."""
     for base in cls.__mro__:
         if name in vars(base):
