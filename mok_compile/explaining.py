@@ -42,6 +42,7 @@ _MASKS = {
     "gather",
     "index_select",
 }
+_SCORES = {"softmax", "sigmoid"}
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
 _UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
@@ -121,9 +122,10 @@ class Collector:
         return set().union(*(self._calls[line] for line in lines & self._calls.keys()))
 
     def _is_soft(self, code: types.CodeType) -> bool:
-        """Whether nothing chooses among the experts that `code` runs: neither it nor what hands it weights."""
-        chosen = any(names & _CHOICES for names in self._calls.values())
-        return not chosen and self._called_by(code).isdisjoint(_MASKS)
+        """Whether there are scores, and nothing chooses by them among the experts that `code` runs: neither it nor what
+        hands it weights."""
+        called = set().union(*self._calls.values())
+        return not called & _CHOICES and bool(called & _SCORES) and self._called_by(code).isdisjoint(_MASKS)
 
     def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
         """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
