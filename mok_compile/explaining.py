@@ -27,21 +27,9 @@ from mok_compile.table import parts
 
 _CHOICES = {"topk", "sort", "argsort", "max", "argmax", "kthvalue", "multinomial"}
 _MASKS = {
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "where",
-    "one_hot",
-    "nonzero",
-    "masked_fill",
-    "scatter",
-    "scatter_",
-    "gather",
+    "eq", "ne", "gt", "ge", "lt", "le", "where", "one_hot", "nonzero", "masked_fill", "scatter", "scatter_", "gather",
     "index_select",
-}
+}  # fmt: skip
 _SCORES = {"softmax", "sigmoid"}
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
