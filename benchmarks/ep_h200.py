@@ -35,7 +35,7 @@ LINK = 325e9  # bytes/s a direction that eight CTAs move, all GPUs at once; docs
 def routing(tokens: int, shape: Shape, kind: str, seed: int) -> torch.Tensor:
     g = torch.Generator(device="cuda").manual_seed(seed)
     scores = torch.rand(tokens, shape.experts, device="cuda", generator=g)
-    if kind == "zipf":  # Gumbel top-k of probabilities 1 / rank, popular experts anywhere
+    if kind == "zipf-shuffled":  # Gumbel top-k of probabilities 1 / rank, popular experts anywhere
         places = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)).cuda() + 1
         scores = -torch.log(-torch.log(scores)) - torch.log(places)
     return scores.topk(shape.top_k, 1).indices
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-30b-a3b,olmoe-1b-7b,wide,mixtral-8x7b")
     parser.add_argument("--tokens", default="2048,16384", help="of each rank")
     parser.add_argument("--candidates", default="mok,mok-exact,mok-nccl,nccl,one")
-    parser.add_argument("--routing", default="balanced,zipf")
+    parser.add_argument("--routing", default="balanced,zipf-shuffled")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="benchmarks/results/ep_h200.jsonl", help="lines are added to this file")
     given = parser.parse_args()
@@ -193,7 +193,7 @@ def main() -> None:
                         with open(given.out, "a", encoding="utf-8") as out:
                             out.write(json.dumps(row) + "\n")
                         print(
-                            f"{name:14} T={tokens:5} {kind:8} {phase:7} {c:9} {ms:8.3f} ms "
+                            f"{name:14} T={tokens:5} {kind:13} {phase:7} {c:9} {ms:8.3f} ms "
                             f"{row['tflops_per_gpu']:6.1f} TFLOP/s {row['peak_mb']:6} MB  link {link:.3f}",
                             flush=True,
                         )
