@@ -431,7 +431,8 @@ def _sizes_of(region: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-_SCALARS = (aten.sym_size.int, aten._assert_scalar.default, torch._check, operator.getitem)
+_CHECKS = (aten._assert_scalar.default, torch._check, torch._check_is_size)  # the last one is that of torch 2.10
+_SCALARS = (aten.sym_size.int, *_CHECKS, operator.getitem)
 
 
 def _writes(node: fx.Node, view: View) -> bool:
