@@ -31,6 +31,7 @@ from blocks import (
     routing,
     tokens,
 )
+from harness import WRITES_RANGES
 from routers import Routed
 from torch import nn
 
@@ -294,6 +295,6 @@ CASES = [
     *(Case(f"selected_{b.__name__}", written(b), tolerance=1e-6) for b in test_selected.SELECTED),
     *(Case(f"selected_{b.__name__}", written(b, shape=(3, 3)), tolerance=1e-6) for b in test_selected.TWO_DIMENSIONS),
     Case("hf_batched_mm", hugging_face("qwen3_moe", experts_implementation="batched_mm"), tolerance=1e-4),
-    Case("ranges", written(test_split.Ranges)),
+    *([Case("ranges", written(test_split.Ranges))] if WRITES_RANGES else []),
     Case("split", written(test_split.Split)),
 ]

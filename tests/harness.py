@@ -25,7 +25,8 @@ def _writes_ranges() -> bool:
 
 
 # Torch 2.10 and 2.11 break the graph there: https://github.com/pytorch/pytorch/pull/179635
-over_ranges = pytest.mark.skipif(not _writes_ranges(), reason="this torch traces no a[i:j] = b[i:j] with counted i, j")
+WRITES_RANGES = _writes_ranges()
+over_ranges = pytest.mark.skipif(not WRITES_RANGES, reason="this torch traces no a[i:j] = b[i:j] with counted i, j")
 
 
 class Fused:

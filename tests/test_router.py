@@ -391,9 +391,18 @@ class Hooked(Routed):
         return logits
 
 
+HOOKS = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.11"), reason="Dynamo breaks the graph at hooks"
+)
+
+
 @pytest.mark.parametrize(
     ("block", "detail"),
-    [(ReadInside, "is read outside of it"), (ReadBefore, "before the block ends"), (Hooked, "does not see into")],
+    [
+        (ReadInside, "is read outside of it"),
+        (ReadBefore, "before the block ends"),
+        pytest.param(Hooked, "does not see into", marks=HOOKS),
+    ],
 )
 def test_readers_that_keep_the_router_outside(block, detail):
     check_unrouted(block(), tokens(), detail=detail, tolerance=2e-5)
