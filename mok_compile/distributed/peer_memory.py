@@ -101,24 +101,24 @@ class PeerMemory:
 
     def forward(self, operands: Operands, call: Call, *, save: bool) -> tuple[torch.Tensor, Saved | None]:
         block = _Block.of(operands, call)
-        x, ids = sm90._aligned(operands.x), sm90._ids(operands.ids)
+        x, ids = sm90.aligned(operands.x), sm90.ids_of(operands.ids)
         weights, windows, spec = operands.weights.contiguous(), block.windows, call.spec
         tokens, slots = windows.tokens, windows.tokens * ids.shape[1]
         rows = x.new_empty(tokens, x.shape[1])
         h = x.new_empty(block.room, block.columns) if save else None
-        order, offsets = sm90._int32(x, slots), sm90._int32(x, block.experts)
+        order, offsets = sm90.int32(x, slots), sm90.int32(x, block.experts)
         all_ids, all_weights = (
             order.new_empty(tokens, ids.shape[1]),
             x.new_empty(tokens, ids.shape[1], dtype=torch.float32),
         )
         y = x.new_empty(x.shape, dtype=spec.dtype)
-        stream, kernels = sm90._stream(x), torch.ops.mok_sm90
+        stream, kernels = sm90.stream_of(x), torch.ops.mok_sm90
         with windows.exchange() as group, torch.cuda.device(x.device):
             kernels.publish(x, rows, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
             _check_tokens(x.shape[0], windows)
             if block.experts:
-                plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
-                counts = sm90._int32(x, kernels.sort_scratch(tokens, block.experts, ids.shape[1]))
+                plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
+                counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, ids.shape[1]))
                 a, out = x.new_empty(block.room, block.inner), x.new_empty(block.room, x.shape[1])
                 kernels.forward_parallel(
                     rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
@@ -138,7 +138,7 @@ class PeerMemory:
         self, dy: torch.Tensor, operands: Operands, saved: Saved, call: Call, needs: list[bool]
     ) -> list[torch.Tensor]:
         block = _Block.of(operands, call)
-        x, ids, windows = operands.x, sm90._ids(operands.ids), block.windows
+        x, ids, windows = operands.x, sm90.ids_of(operands.ids), block.windows
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
         tokens, top_k = windows.tokens, ids.shape[1]
         if saved.rows.shape[0] != tokens:
@@ -148,19 +148,19 @@ class PeerMemory:
         slots = tokens * top_k
         order, offsets, all_ids, all_weights = saved.plan.split([slots, block.experts, slots, slots])
         all_ids, all_weights = all_ids.view(tokens, top_k), all_weights.view(torch.float32).view(tokens, top_k)
-        dy = sm90._aligned(dy.to(x.dtype))
+        dy = sm90.aligned(dy.to(x.dtype))
         all_dy = torch.empty_like(saved.rows)
         dx = empty_as(x).contiguous() if need_x else None
         dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
         up_grads = [empty_as(w) for w in operands.up] if need_up else []
         down_grads = [empty_as(w) for w in operands.down] if need_down else []
         bias_grads: list[torch.Tensor] = []
-        stream, kernels = sm90._stream(x), torch.ops.mok_sm90
+        stream, kernels = sm90.stream_of(x), torch.ops.mok_sm90
         with windows.exchange() as group, torch.cuda.device(x.device):
             kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, group, stream)
             # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
             if block.experts:
-                plan = sm90._int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
+                plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
                 dh = torch.empty_like(saved.h)
                 score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
                 scores = x.new_empty(tokens, top_k, dtype=torch.float32)
@@ -174,7 +174,7 @@ class PeerMemory:
                 )  # fmt: skip
                 del scratch
                 if not alone:
-                    scores += sm90._bias_score(all_dy, all_ids, block.down_bias)
+                    scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
                     kernels.finish(all_ids, scores, plan, block.room, group, stream)
                 bias_grads = _bias_grads(
                     block, operands, dh, all_dy, all_weights, order, offsets, need_up_bias, need_down_bias
@@ -217,9 +217,9 @@ class _Block:
         experts, hidden, inner = down[0].shape
         most = windows.tokens * min(ids.shape[1], experts)
         room = min(most, int(options.room * windows.capacity * ids.shape[1]) + 127)
-        layout, activation = sm90._how(spec)
-        biases = [sm90._aligned(b) for b in operands.up_bias]
-        down_bias = sm90._aligned(operands.down_bias[0]) if operands.down_bias else None
+        layout, activation = sm90.numbers_of(spec)
+        biases = [sm90.aligned(b) for b in operands.up_bias]
+        down_bias = sm90.aligned(operands.down_bias[0]) if operands.down_bias else None
         columns = 2 * inner if spec.gated else inner
         return _Block(
             windows, experts, hidden, inner, columns, room // 128 * 128, x.dtype == torch.float16,

@@ -49,28 +49,28 @@ class Sm90:
         if transposed is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
         ops = torch.ops.mok_sm90
-        ids, weights = _ids(ids), weights.contiguous()
+        ids, weights = ids_of(ids), weights.contiguous()
         if spec.weight_on == "input":
             x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
-        x, up_bias, down_bias = _aligned(x), [_aligned(b) for b in up_bias], [_aligned(b) for b in down_bias]
+        x, up_bias, down_bias = aligned(x), [aligned(b) for b in up_bias], [aligned(b) for b in down_bias]
         (tokens, hidden), slots = x.shape, ids.numel()
         num_experts, _, inner = down[0].shape
         y = x.new_empty(x.shape, dtype=spec.dtype)
         h = x.new_empty(slots, 2 * inner if spec.gated else inner) if save else None
-        order, offsets = _int32(x, slots), _int32(x, num_experts)
+        order, offsets = int32(x, slots), int32(x, num_experts)
         if slots == 0:
             return y, h, order, offsets.zero_()
         a, rows = x.new_empty(slots, inner), x.new_empty(slots + 1, hidden)
         operands = (x, ids, weights, up, down[0], up_bias, down_bias[0] if down_bias else None)
-        layout, activation = _how(spec)
+        layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             if not save and not transposed and _few(*ids.shape, num_experts):
-                ops.decode(*operands, layout, activation, y, order, offsets, a, rows, _stream(x))
+                ops.decode(*operands, layout, activation, y, order, offsets, a, rows, stream_of(x))
                 return y, h, order, offsets
-            plan = _int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
-            counts = _int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
+            plan = int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
+            counts = int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
             scratch = (plan, counts, a, rows)
-            ops.forward(*operands, layout, transposed, activation, y, h, order, offsets, *scratch, _stream(x))
+            ops.forward(*operands, layout, transposed, activation, y, h, order, offsets, *scratch, stream_of(x))
         return y, h, order, offsets
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
@@ -81,14 +81,14 @@ class Sm90:
             )
         ops = torch.ops.mok_sm90
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
-        ids, h, dy, weights = _ids(ids), _aligned(h), _aligned(dy.to(x.dtype)), weights.contiguous()
+        ids, h, dy, weights = ids_of(ids), aligned(h), aligned(dy.to(x.dtype)), weights.contiguous()
         routed, on_input = (x, weights), spec.weight_on == "input"
         if on_input:
             x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
-        x = _aligned(x)
+        x = aligned(x)
         num_experts, hidden, inner = down[0].shape
         slots, top_k = ids.numel(), ids.shape[1]
-        plan = _int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
+        plan = int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
         dh = torch.empty_like(h)
         score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
         dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
@@ -98,12 +98,12 @@ class Sm90:
         # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
         room = slots * max(hidden, inner)
         scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
-        layout, activation = _how(spec)
+        layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             how = (layout, transposed, activation)
             grads = (dx, dweights, up_grads, down_grads[0] if need_down else None)
             saved = (h, order, offsets)
-            ops.backward(dy, x, ids, weights, up, down[0], *how, *saved, plan, dh, scratch, score, *grads, _stream(x))
+            ops.backward(dy, x, ids, weights, up, down[0], *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
         del scratch
         bias_grads = []
         if need_up_bias:
@@ -114,7 +114,7 @@ class Sm90:
             dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
             bias_grads += grouped_sum(dout.to(x.dtype), offsets, down_bias[0])
         if dweights is not None and down_bias:
-            dweights += _bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
+            dweights += bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
         if on_input:
             dx, dweights = _unweighted(dx, *routed, ids, num_experts, need_x, need_weights)
         return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
@@ -145,7 +145,7 @@ def _unweighted(dx, x, weights, ids, num_experts, need_x, need_weights):
     return dx if need_x else None, dweights if need_weights else None
 
 
-def _bias_score(dy, ids, bias):
+def bias_score(dy, ids, bias):
     """[T, K]: <dy[t], bias of the slot's expert>, what the down bias adds to the routing weight's gradient."""
     valid = (ids >= 0) & (ids < bias.shape[0])
     score = (dy.float() @ bias.float().t()).gather(1, torch.where(valid, ids, 0).long())
@@ -219,7 +219,7 @@ def _is_hopper(index: int | None) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _how(spec: ExpertsSpec) -> tuple[int, list[float]]:
+def numbers_of(spec: ExpertsSpec) -> tuple[int, list[float]]:
     form = gated_form(spec.expr)
     return LAYOUTS.index(spec.layout), _numbers(form)
 
@@ -231,22 +231,22 @@ def _numbers(form: GatedForm) -> list[float]:
     return [KINDS.index(form.kind), float(swapped), form.alpha, *limits]
 
 
-def _aligned(t: torch.Tensor) -> torch.Tensor:
+def aligned(t: torch.Tensor) -> torch.Tensor:
     """`t` as the kernels read it: without gaps, rows at multiples of 16 bytes."""
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _ids(ids: torch.Tensor) -> torch.Tensor:
+def ids_of(ids: torch.Tensor) -> torch.Tensor:
     ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.int()
     return ids.contiguous()
 
 
-def _int32(like: torch.Tensor, size: int) -> torch.Tensor:
+def int32(like: torch.Tensor, size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int32, device=like.device)
 
 
-def _stream(x: torch.Tensor) -> int:
+def stream_of(x: torch.Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream
 
 
