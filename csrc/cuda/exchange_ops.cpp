@@ -25,6 +25,11 @@ void publish_op(Tensor rows, Tensor all_rows, MaybeTensor ids, MaybeTensor weigh
                   stream_of(stream)));
 }
 
+// `kind` as in Fault.
+void fail_op(int64_t kind, int64_t have, int64_t room, Integers group, int64_t stream) {
+  require(fail_all(group_of(group), static_cast<Fault>(kind), have, room, stream_of(stream)));
+}
+
 // A rank without experts takes part by this alone; so does one that has more scores to push than `backward_parallel`.
 void finish_op(Tensor ids, MaybeTensor scores, MaybeTensor plan, int64_t room, Integers group, int64_t stream) {
   FinishArguments end{group_of(group), ids.size(1), ints_of(ids), nullptr, nullptr, nullptr, room};
@@ -72,6 +77,7 @@ void sum_op(Tensor ids, MaybeTensor weights, int64_t hidden, int64_t experts, in
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_sm90, m) {
   m.def("window_bytes(int ranks, int capacity, int hidden, int top_k, bool routes) -> int");
   m.def("group_state() -> int");
+  m.def("fail(int kind, int have, int room, int[] group, int stream) -> ()");
   m.def("fault_numbers() -> int");
   m.def(
       "publish(Tensor rows, Tensor(a!) all_rows, Tensor? ids, Tensor? weights, int top_k, int experts, int[] group, "
@@ -85,6 +91,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_sm90, m) {
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
   m.impl("window_bytes", TORCH_BOX(&window_bytes));
   m.impl("group_state", TORCH_BOX(&group_state));
+  m.impl("fail", TORCH_BOX(&fail_op));
   m.impl("fault_numbers", TORCH_BOX(&fault_numbers));
 }
 

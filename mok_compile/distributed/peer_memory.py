@@ -19,7 +19,7 @@ from mok_compile import build, ops
 from mok_compile.distributed import tuned
 from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
-from mok_compile.distributed.windows import Shape, Windows, release, windows_for
+from mok_compile.distributed.windows import Shape, Windows, windows_for
 from mok_compile.engines import Problem, sm90
 from mok_compile.grouped import empty_as, grouped_sum
 
@@ -115,7 +115,6 @@ class PeerMemory:
         stream, kernels = sm90.stream_of(x), torch.ops.mok_sm90
         with windows.exchange() as group, torch.cuda.device(x.device):
             kernels.publish(x, rows, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
-            _check_tokens(x.shape[0], windows)
             if block.experts:
                 plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
                 counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, ids.shape[1]))
@@ -181,10 +180,8 @@ class PeerMemory:
                 )
             else:
                 kernels.finish(all_ids, None, None, 0, group, stream)
-                bias_grads = [empty_as(b) for b in (*operands.up_bias, *operands.down_bias)]
-                bias_grads = bias_grads[
-                    0 if need_up_bias else len(operands.up_bias) : None if need_down_bias else len(operands.up_bias)
-                ]
+                needed = zip((need_up_bias, need_down_bias), (operands.up_bias, operands.down_bias), strict=True)
+                bias_grads = [empty_as(b) for need, biases in needed if need for b in biases]
             _sum(block, call, ids, None, dx, dweights, group, stream)
         return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
 
@@ -250,23 +247,14 @@ def _bias_grads(block, operands, dh, dy, weights, order, offsets, need_up_bias, 
     return found
 
 
-def _check_tokens(tokens: int, windows: Windows) -> None:
-    """ValueError if this rank has more tokens than there is room for; the others find out from what it published."""
-    if tokens > windows.capacity:
-        release(windows.shape)
-        raise ValueError(
-            f"mok::experts_parallel: rank {windows.rank} has {tokens} tokens, and there is room for "
-            f"{windows.capacity}, as many as the largest rank had in the first call: set "
-            'transport="peer_memory max_tokens=..."'
-        )
-
-
 def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, bool]:
     """Why this rank's arguments cannot be used, or None; whether its weights are stored as [E, in, out]."""
     x, ids, weights, up, down = operands.x, operands.ids, operands.weights, operands.up, operands.down
     expected = call.sharding.size(rank)
     if operands.local_experts != expected:
         return f"its weights must be those of {expected} experts, got {operands.local_experts}", False
+    if ids.dim() == 2 and ids.shape[1] > sm90.MAX_TOP_K:
+        return f'it takes at most {sm90.MAX_TOP_K} slots per token; transport="collectives" takes more', False
     if expected == 0:
         return None, False
     try:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from mok_compile.distributed.peers import Peers
+from mok_compile.engines.sm90 import MAX_SLOTS
 
 # In the order of `Fault` in csrc/cuda/sm90/exchange.h, from 1 on: (phase, what happened).
 FAULTS = (
@@ -34,7 +35,9 @@ FAULTS = (
         'even share, with transport="peer_memory room=..."',
     ),
     ("experts", "a wait inside the kernels of rank {rank} took too long (place {have}): please report this"),
+    ("dispatch", "rank {peer} cannot take part: the error that it raised says why"),
 )
+TOKENS, REFUSED = 3, 6  # of these, what a host finds by itself
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,12 @@ class Windows:
     @staticmethod
     def make(shape: Shape, peers: Peers, capacity: int, timeout: float, sms: tuple[int, int]) -> Windows:
         """By all ranks together; waits for the device. RuntimeError where a GPU cannot reach another one's memory."""
-        ops, device = torch.ops.mok_sm90, shape.device
+        ops, device, slots = torch.ops.mok_sm90, shape.device, peers.ranks * capacity * shape.top_k
+        if slots > MAX_SLOTS:
+            raise ValueError(
+                f"mok::experts_parallel: {peers.ranks} ranks of up to {capacity} tokens with {shape.top_k} experts each "
+                f'are {slots} routes, more than the {MAX_SLOTS} of peer memory; transport="collectives" takes more'
+            )
         size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact)
         with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
             # Not symmetric_memory.empty: that cuts a pool, and says nothing of where in it the tensor begins.
@@ -122,11 +130,22 @@ class Windows:
         stream, capturing = torch.cuda.current_stream(self.shape.device), torch.cuda.is_current_stream_capturing()
         if self.last is not None and self.last[0] != stream and not capturing:
             stream.wait_event(self.last[1])
-        yield self.numbers
+        try:
+            yield self.numbers
+        except BaseException:
+            self.refuse(REFUSED)
+            raise
         if not capturing:
             event = self.last[1] if self.last is not None else torch.cuda.Event()
             event.record(stream)
             self.last = stream, event
+
+    def refuse(self, fault: int, have: int = 0, room: int = 0) -> None:
+        """Lets the other ranks know that this one does not go on: they need not wait for it. Ends the windows."""
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.shape.device):  # there is an error to be raised
+            stream = torch.cuda.current_stream().cuda_stream
+            torch.ops.mok_sm90.fail(fault, have, room, self.numbers, stream)
+        release(self.shape)
 
 
 _windows: dict[Shape, Windows] = {}
@@ -148,18 +167,27 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
             shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
         )
     elif problem is not None:
-        raise ValueError(f"mok::experts_parallel: {problem}")
-    found.sms = options.sms, options.backward_sms  # this call's: blocks that share a window may differ in them
+        found.refuse(REFUSED)
+        raise ValueError(f"mok::experts_parallel on rank {found.rank} of {found.ranks}: {problem}")
+    elif tokens > found.capacity:
+        found.refuse(TOKENS, tokens, found.capacity)
+        raise ValueError(
+            f"mok::experts_parallel: rank {found.rank} has {tokens} tokens, and there is room for {found.capacity}, as "
+            'many as the largest rank had in the first call: set transport="peer_memory max_tokens=..."'
+        )
+    # This call's: blocks that share a window may differ in them.
+    found.sms, found.timeout = (options.sms, options.backward_sms), options.timeout
     return found
 
 
 def release(shape: Shape | None = None) -> None:
-    """Forgets the windows of `shape`, or all: the next call of a block makes new ones, together with all ranks. Their
-    memory is freed once nothing uses it; call it on all ranks, between steps."""
-    if shape is None:
-        _windows.clear()
-    else:
-        _windows.pop(shape, None)
+    """Forgets the windows of `shape`, or all: the next call of a block makes new ones, together with all ranks. Call it
+    on all ranks, between steps. Waits for the device, whose kernels may still use them."""
+    for found in list(_windows) if shape is None else [shape]:
+        windows = _windows.pop(found, None)
+        if windows is not None and not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):  # an error of the device shows wherever it is used next
+                torch.cuda.synchronize(found.device)
 
 
 def faults() -> list[str]:

@@ -50,6 +50,10 @@ __global__ void __launch_bounds__(128) wait_kernel(const __grid_constant__ Group
   wait_for_all(g, which);
 }
 
+__global__ void fail_kernel(const __grid_constant__ Group g, Fault kind, int have, int room) {
+  fail(g, kind, g.rank, have, room);
+}
+
 __global__ void __launch_bounds__(kExchangeThreads)
     collect_kernel(const __grid_constant__ Group g, int top_k, int first, int experts, int* ids, float* weights) {
   __shared__ int counts[kMaxRanks];  // tokens of each rank
@@ -196,6 +200,11 @@ const char* collect(const CollectArguments& in, void* stream) {
   const int64_t slots = in.group.ranks * in.group.capacity * in.top_k;
   collect_kernel<<<grid_for(slots, multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       in.group, int(in.top_k), int(in.first_expert), int(in.experts), in.ids, in.weights);
+  return check(cudaGetLastError());
+}
+
+const char* fail_all(const Group& group, Fault kind, int64_t have, int64_t room, void* stream) {
+  fail_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(group, kind, int(have), int(room));
   return check(cudaGetLastError());
 }
 

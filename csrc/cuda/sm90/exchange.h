@@ -56,6 +56,7 @@ enum class Fault : int {
   kTokens,        // `peer` has `have` tokens, there is room for `room`
   kRows,          // `have` rows came to `rank`, there is room for `room`
   kStuck,         // a wait inside the kernels, at Site `have`
+  kRefused,       // `peer` cannot take part: its host has raised an error
 };
 struct FaultNumbers {
   static constexpr int kRank = 1, kPeer = 2, kExchange = 3, kHave = 4, kRoom = 5, kCount = 6;
@@ -109,6 +110,9 @@ struct Pull {
   int experts, top_k, hidden;
   int ctas;
 };
+
+// Tells all ranks of a fault that the host has found.
+const char* fail_all(const Group& group, Fault kind, int64_t have, int64_t room, void* stream);
 
 // The rows of all routes one by one, for sums that have the bits of one process. Otherwise `combine` pushes.
 struct PushArguments {
