@@ -841,7 +841,9 @@ class Hooked(Moe):
 
 
 def test_tensor_hook_inside():
-    check_refused(Hooked(), tokens(), reason="hooks")
+    """Dynamo of torch 2.11 makes another op of it, of which nothing is known."""
+    of_2_11 = torch.__version__.startswith("2.11")
+    check_refused(Hooked(), tokens(), reason="no-match" if of_2_11 else "hooks")
 
 
 class Identity(torch.nn.Module):
