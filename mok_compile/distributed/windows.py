@@ -75,8 +75,8 @@ class Windows:
         ops, device, slots = torch.ops.mok_sm90, shape.device, peers.ranks * capacity * shape.top_k
         if slots > MAX_SLOTS:
             raise ValueError(
-                f"mok::experts_parallel: {slots} routes ({peers.ranks} ranks of up to {capacity} tokens with {shape.top_k} "
-                f'experts each), more than the {MAX_SLOTS} of peer memory; transport="collectives" takes more'
+                f"mok::experts_parallel: {peers.ranks} ranks of up to {capacity} tokens with {shape.top_k} experts "
+                f'each have {slots} routes, and peer memory takes {MAX_SLOTS}; transport="collectives" takes more'
             )
         size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact)
         with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
