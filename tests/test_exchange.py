@@ -26,6 +26,12 @@ def test_every_fault_has_its_words():
         assert ("300" in said) == (kind in ("kTokens", "kRows", "kStuck")), (kind, said)
 
 
+def test_faults_that_the_host_finds():
+    kinds = enumerators("Fault")
+    assert kinds[windows.TOKENS] == "kTokens"
+    assert kinds[windows.REFUSED] == "kRefused"
+
+
 def test_the_most_ranks():
     assert f"kMaxRanks = {peer_memory.MAX_RANKS};" in HEADER
 

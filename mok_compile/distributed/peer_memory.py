@@ -8,19 +8,21 @@ same bits. See csrc/cuda/sm90/exchange.h for the steps and `Options` for what ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import zlib
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.distributed as dist
 
 from mok_compile import build, ops
 from mok_compile.distributed import tuned
 from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
 from mok_compile.distributed.windows import Shape, Windows, windows_for
-from mok_compile.engines import Problem, sm90
+from mok_compile.engines import Problem, get, sm90
 from mok_compile.grouped import empty_as, grouped_sum
 
 MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
@@ -85,13 +87,19 @@ class PeerMemory:
     name = "peer_memory"
 
     def supports(self, call: Call, problem: Problem) -> str | None:
+        if problem.device.type != "cuda" or problem.dtype not in sm90.DTYPES:
+            return f"it brings bfloat16 and float16 on GPUs, not {problem.dtype} on {problem.device.type}"
+        # First, since all ranks take part in it: also one whose kernels were not built, and whose engine is another.
+        unreachable = _reachable(Peers(call.group, call.sharding.ranks, problem.device))
+        if unreachable is not None:
+            return unreachable
         if call.engine != "sm90":
             return f"it is part of the engine sm90, and the experts run on {call.engine}"
         if call.spec.weight_on != "output":
             return "it weights the experts' outputs, and these experts' inputs are weighted"
         if call.sharding.ranks > MAX_RANKS:
             return f"it connects at most {MAX_RANKS} ranks"
-        return _reachable(call.group, call.sharding.ranks, problem.device)
+        return None
 
     def saved(self, operands: Operands, call: Call) -> Saved:
         x = operands.x
@@ -101,33 +109,33 @@ class PeerMemory:
 
     def forward(self, operands: Operands, call: Call, *, save: bool) -> tuple[torch.Tensor, Saved | None]:
         block = _Block.of(operands, call)
-        x, ids = sm90.aligned(operands.x), sm90.ids_of(operands.ids)
-        weights, windows, spec = operands.weights.contiguous(), block.windows, call.spec
-        tokens, slots = windows.tokens, windows.tokens * ids.shape[1]
+        with block.windows.exchange() as group, torch.cuda.device(operands.x.device):
+            return self._forward(block, operands, call, group, save)
+
+    def _forward(self, block: _Block, operands: Operands, call: Call, group: list[int], save: bool):
+        x, ids, weights = sm90.aligned(operands.x), sm90.ids_of(operands.ids), operands.weights.contiguous()
+        tokens, top_k = block.windows.tokens, ids.shape[1]
         rows = x.new_empty(tokens, x.shape[1])
         h = x.new_empty(block.room, block.columns) if save else None
-        order, offsets = sm90.int32(x, slots), sm90.int32(x, block.experts)
-        all_ids, all_weights = (
-            order.new_empty(tokens, ids.shape[1]),
-            x.new_empty(tokens, ids.shape[1], dtype=torch.float32),
-        )
-        y = x.new_empty(x.shape, dtype=spec.dtype)
-        stream, kernels = sm90.stream_of(x), torch.ops.mok_sm90
-        with windows.exchange() as group, torch.cuda.device(x.device):
-            kernels.publish(x, rows, ids, weights, ids.shape[1], call.sharding.num_experts, group, stream)
-            if block.experts:
-                plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, ids.shape[1]))
-                counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, ids.shape[1]))
-                a, out = x.new_empty(block.room, block.inner), x.new_empty(block.room, x.shape[1])
-                kernels.forward_parallel(
-                    rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
-                    block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out,
-                    call.sharding.first(windows.rank), group, stream,
-                )  # fmt: skip
-                del a, out
-            else:
-                kernels.finish(all_ids, None, None, 0, group, stream)
-            _sum(block, call, ids, weights, y, None, group, stream)
+        order, offsets = sm90.int32(x, tokens * top_k), sm90.int32(x, block.experts)
+        all_ids = order.new_empty(tokens, top_k)
+        all_weights = x.new_empty(tokens, top_k, dtype=torch.float32)
+        y = x.new_empty(x.shape, dtype=call.spec.dtype)
+        stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "forward")
+        kernels.publish(x, rows, ids, weights, top_k, call.sharding.num_experts, number, group, stream)
+        if block.experts:
+            plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
+            counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, top_k))
+            a, out = x.new_empty(block.room, block.inner), x.new_empty(block.room, x.shape[1])
+            kernels.forward_parallel(
+                rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
+                block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out,
+                call.sharding.first(block.windows.rank), group, stream,
+            )  # fmt: skip
+            del a, out
+        else:
+            kernels.finish(all_ids, None, None, 0, group, stream)
+        _sum(block, call, ids, weights, y, None, group, stream)
         if not save:
             return y, None
         plan = torch.cat([order, offsets, all_ids.view(-1), all_weights.view(-1).view(torch.int32)])
@@ -137,6 +145,19 @@ class PeerMemory:
         self, dy: torch.Tensor, operands: Operands, saved: Saved, call: Call, needs: list[bool]
     ) -> list[torch.Tensor]:
         block = _Block.of(operands, call)
+        with block.windows.exchange() as group, torch.cuda.device(operands.x.device):
+            return self._backward(block, dy, operands, saved, call, needs, group)
+
+    def _backward(
+        self,
+        block: _Block,
+        dy: torch.Tensor,
+        operands: Operands,
+        saved: Saved,
+        call: Call,
+        needs: list[bool],
+        group: list[int],
+    ) -> list[torch.Tensor]:
         x, ids, windows = operands.x, sm90.ids_of(operands.ids), block.windows
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
         tokens, top_k = windows.tokens, ids.shape[1]
@@ -153,37 +174,37 @@ class PeerMemory:
         dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
         up_grads = [empty_as(w) for w in operands.up] if need_up else []
         down_grads = [empty_as(w) for w in operands.down] if need_down else []
-        bias_grads: list[torch.Tensor] = []
-        stream, kernels = sm90.stream_of(x), torch.ops.mok_sm90
-        with windows.exchange() as group, torch.cuda.device(x.device):
-            kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, group, stream)
-            # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
-            if block.experts:
-                plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
-                dh = torch.empty_like(saved.h)
-                score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
-                scores = x.new_empty(tokens, top_k, dtype=torch.float32)
-                size = block.room * max(block.hidden, block.inner)
-                scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
-                alone = block.down_bias is None
-                kernels.backward_parallel(
-                    all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
-                    block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
-                    scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
-                )  # fmt: skip
-                del scratch
-                if not alone:
-                    scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
-                    kernels.finish(all_ids, scores, plan, block.room, group, stream)
-                bias_grads = _bias_grads(
-                    block, operands, dh, all_dy, all_weights, order, offsets, need_up_bias, need_down_bias
-                )
-            else:
-                kernels.finish(all_ids, None, None, 0, group, stream)
-                needed = zip((need_up_bias, need_down_bias), (operands.up_bias, operands.down_bias), strict=True)
-                bias_grads = [empty_as(b) for need, biases in needed if need for b in biases]
-            _sum(block, call, ids, None, dx, dweights, group, stream)
-        return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
+        stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "backward")
+        kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, number, group, stream)
+        # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
+        if block.experts:
+            plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
+            dh = torch.empty_like(saved.h)
+            score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
+            scores = x.new_empty(tokens, top_k, dtype=torch.float32)
+            size = block.room * max(block.hidden, block.inner)
+            scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
+            alone = block.down_bias is None
+            kernels.backward_parallel(
+                all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
+                block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
+                scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
+            )  # fmt: skip
+            del scratch
+            if not alone:
+                scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
+                kernels.finish(all_ids, scores, plan, block.room, group, stream)
+            bias_grads = _bias_grads(
+                block, operands, dh, all_dy, all_weights, order, offsets, need_up_bias, need_down_bias
+            )
+        else:
+            kernels.finish(all_ids, None, None, 0, group, stream)
+            needed = zip((need_up_bias, need_down_bias), (operands.up_bias, operands.down_bias), strict=True)
+            bias_grads = [empty_as(b) for need, biases in needed if need for b in biases]
+        _sum(block, call, ids, None, dx, dweights, group, stream)
+        of_experts = [*up_grads, *down_grads, *bias_grads]
+        _poison(of_experts, windows)
+        return [*(g for g in (dx, dweights) if g is not None), *of_experts]
 
 
 @dataclass(frozen=True)
@@ -209,19 +230,40 @@ class _Block:
         options, sharding, spec = Options.parse(call.options).settled(operands, call), call.sharding, call.spec
         peers = Peers(call.group, sharding.ranks, x.device)
         problem, transposed = _problem(operands, call, peers.rank)
-        shape = Shape(call.group, x.device, x.shape[-1], ids.shape[-1], options.exact)
+        shape = Shape(peers.group, x.device, x.shape[-1], ids.shape[-1], options.exact)
         windows = windows_for(shape, peers, x.shape[0], _describe(operands, call), problem, options)
         experts, hidden, inner = down[0].shape
-        most = windows.tokens * min(ids.shape[1], experts)
-        room = min(most, int(options.room * windows.capacity * ids.shape[1]) + 127)
+        room = min(windows.tokens * ids.shape[1], int(options.room * windows.capacity * ids.shape[1]) + 127)
         layout, activation = sm90.numbers_of(spec)
         biases = [sm90.aligned(b) for b in operands.up_bias]
         down_bias = sm90.aligned(operands.down_bias[0]) if operands.down_bias else None
         columns = 2 * inner if spec.gated else inner
         return _Block(
-            windows, experts, hidden, inner, columns, room // 128 * 128, x.dtype == torch.float16,
+            windows, experts, hidden, inner, columns, max(128, room // 128 * 128), x.dtype == torch.float16,
             layout, transposed, activation, biases, down_bias,
         )  # fmt: skip
+
+
+def _number(operands: Operands, call: Call, phase: str) -> int:
+    """What ranks must have in common in an exchange, as a number."""
+    return _hash(
+        phase, operands.x.shape[1], operands.ids.shape[1], operands.x.dtype, replace(call, options="", group="")
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash(*facts: object) -> int:
+    return zlib.crc32(repr(facts).encode()) & 0x7FFFFFFF
+
+
+def _poison(grads: list[torch.Tensor], windows: Windows) -> None:
+    """A NaN into each gradient of the experts if this rank has seen a fault: they were made from what was not there.
+    One element, since it is for the optimiser's and the reader's notice, and passes over all weights cost time."""
+    failed = torch.where(windows.state[1] != 0, float("nan"), 0.0)
+    for grad in grads:
+        if grad.numel():
+            first = grad[(0,) * grad.dim()]
+            first.add_(failed.to(grad.dtype))
 
 
 def _sum(block: _Block, call: Call, ids, weights, y, dweights, group: list[int], stream: int) -> None:
@@ -255,13 +297,14 @@ def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, boo
         return f"its weights must be those of {expected} experts, got {operands.local_experts}", False
     if ids.dim() == 2 and ids.shape[1] > sm90.MAX_TOP_K:
         return f'it takes at most {sm90.MAX_TOP_K} slots per token; transport="collectives" takes more', False
-    if expected == 0:
-        return None, False
+    lists = operands.lists
+    if expected == 0:  # the tokens are checked all the same
+        lists = tuple([t.new_empty(1, *t.shape[1:]) for t in tensors] for tensors in lists)
     try:
-        ops.check(x, ids, weights, *operands.lists, call.spec)
+        ops.check(x, ids, weights, *lists, call.spec)
     except (TypeError, ValueError) as error:
         return str(error), False
-    transposed = sm90.storage(up, down)
+    transposed = sm90.storage(up, down) if expected else False
     if isinstance(transposed, str):
         return f'{transposed}; transport="collectives" takes them as they are', False
     return None, transposed
@@ -275,24 +318,30 @@ def _describe(operands: Operands, call: Call) -> str:
     )
 
 
-@functools.cache
-def _reachable(group: str, ranks: int, device: torch.device) -> str | None:
+_answers: dict[dist.ProcessGroup, str | None] = {}
+
+
+def _reachable(peers: Peers) -> str | None:
     """Why the GPUs of a group's ranks cannot reach each other's memory, the same on all ranks, or None. Asked once
     for a group, by all its ranks."""
-    try:
-        build.load("sm90")
-        library = zlib.crc32(build.target("sm90").source_hash().encode())
-    except build.BuildError:
-        library = 0
-    peers = Peers(group, ranks, device)
+    if peers.group not in _answers:
+        _answers[peers.group] = _ask(peers)
+    return _answers[peers.group]
+
+
+def _ask(peers: Peers) -> str | None:
+    library = 0
+    if get("sm90").usable() is None:
+        with contextlib.suppress(build.BuildError):
+            build.load("sm90")
+            library = zlib.crc32(build.target("sm90").source_hash().encode())
     host = zlib.crc32(socket.gethostname().encode())
-    index = torch.cuda.current_device() if device.index is None else device.index
-    said = peers.gather(torch.tensor([host, library, index], dtype=torch.int64, device=device)).tolist()
-    if any(lib == 0 for _, lib, _ in said):
+    said = peers.gather(torch.tensor([host, library], dtype=torch.int64, device=peers.device)).tolist()
+    if any(lib == 0 for _, lib in said):
         return "a rank has no kernels of the engine sm90"
-    if len({lib for _, lib, _ in said}) != 1:
+    if len({lib for _, lib in said}) != 1:
         return "the ranks have kernels of different versions"
-    if len({where for where, _, _ in said}) != 1:
+    if len({where for where, _ in said}) != 1:
         return "the ranks are on different machines"
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from mok_compile.distributed.peers import Peers
@@ -36,6 +37,11 @@ FAULTS = (
     ),
     ("experts", "a wait inside the kernels of rank {rank} took too long (place {have}): please report this"),
     ("dispatch", "rank {peer} cannot take part: the error that it raised says why"),
+    (
+        "dispatch",
+        "rank {peer} runs another block or another pass than rank {rank}: every rank has to run the forward and the "
+        "backward of the same blocks in the same order",
+    ),
 )
 TOKENS, REFUSED = 3, 6  # of these, what a host finds by itself
 
@@ -43,9 +49,10 @@ TOKENS, REFUSED = 3, 6  # of these, what a host finds by itself
 @dataclass(frozen=True)
 class Shape:
     """What a window is for: exchanges of a group's ranks, on one device, of rows of `hidden` numbers of 16 bits and
-    `top_k` slots per token; with `exact`, results come back one row for each route."""
+    `top_k` slots per token; with `exact`, results come back one row for each route. The group itself, not its name: a
+    new group of that name may have its ranks elsewhere."""
 
-    group: str
+    group: dist.ProcessGroup
     device: torch.device
     hidden: int
     top_k: int
@@ -68,6 +75,7 @@ class Windows:
     state: torch.Tensor
     report: torch.Tensor
     last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = field(default=None, repr=False)
+    captured: bool = False
 
     @staticmethod
     def make(shape: Shape, peers: Peers, capacity: int, timeout: float, sms: tuple[int, int]) -> Windows:
@@ -127,7 +135,9 @@ class Windows:
         if said is not None:
             release(self.shape)
             raise RuntimeError(said)
-        stream, capturing = torch.cuda.current_stream(self.shape.device), torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.shape.device):
+            stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+        self.captured |= capturing
         if self.last is not None and self.last[0] != stream and not capturing:
             stream.wait_event(self.last[1])
         try:
@@ -149,6 +159,8 @@ class Windows:
 
 
 _windows: dict[Shape, Windows] = {}
+# Graphs hold the addresses of the windows that they were captured with: their replay must find memory there.
+_captured: list[Windows] = []
 
 
 def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem: str | None, options) -> Windows:
@@ -162,7 +174,7 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
                 "captured in a CUDA graph; run the block once before"
             )
         said = peers.agree("setting up", described, problem, [max(tokens, options.max_tokens or 0)])
-        capacity = max(1, *(-(-most // 128) * 128 for most, *_ in said))
+        capacity = max(128, *(-(-most // 128) * 128 for most, *_ in said))
         found = _windows[shape] = Windows.make(
             shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
         )
@@ -182,10 +194,15 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
 
 def release(shape: Shape | None = None) -> None:
     """Forgets the windows of `shape`, or all: the next call of a block makes new ones, together with all ranks. Call it
-    on all ranks, between steps. Waits for the device, whose kernels may still use them."""
+    on all ranks, between steps. Waits for the device, whose kernels may still use them. Windows that CUDA graphs were
+    captured with stay in memory; after a fault a replay gives NaN."""
     for found in list(_windows) if shape is None else [shape]:
         windows = _windows.pop(found, None)
-        if windows is not None and not torch.cuda.is_current_stream_capturing():
+        if windows is None:
+            continue
+        if windows.captured or torch.cuda.is_current_stream_capturing():
+            _captured.append(windows)
+        else:
             with contextlib.suppress(RuntimeError):  # an error of the device shows wherever it is used next
                 torch.cuda.synchronize(found.device)
 

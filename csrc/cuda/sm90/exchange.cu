@@ -18,8 +18,9 @@ __device__ __forceinline__ int id_at(const void* ids, Dtype dtype, int64_t i, in
 }
 
 __global__ void __launch_bounds__(kExchangeThreads)
-    publish_kernel(const __grid_constant__ Group g, bool routed, const uint4* rows, uint4* own, int64_t chunks,
-                   const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts, int top_k) {
+    publish_kernel(const __grid_constant__ Group g, int call, bool routed, const uint4* rows, uint4* own,
+                   int64_t chunks, const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts,
+                   int top_k) {
   const int64_t threads = int64_t(gridDim.x) * blockDim.x, thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (tokens <= g.capacity) {
     uint4* const to = in_window<uint4>(g, g.rank, g.window.rows);
@@ -41,7 +42,10 @@ __global__ void __launch_bounds__(kExchangeThreads)
       }
     }
   }
-  if (thread == 0 && routed) header(g, g.rank)[Window::kTokens] = tokens;
+  if (thread == 0) {
+    header(g, g.rank)[Window::kCall] = call;
+    if (routed) header(g, g.rank)[Window::kTokens] = tokens;
+  }
   if (is_last(g, Group::kPublishing)) tell_all(g, Window::kPublished);
 }
 
@@ -189,7 +193,7 @@ const char* publish(const PublishArguments& in, void* stream) {
   const int64_t chunks = n.tokens * n.hidden / 8;
   publish_kernel<<<grid_for(chunks / kInFlight + n.slots() / 4, 2 * multiprocessors()), kExchangeThreads, 0,
                    static_cast<cudaStream_t>(stream)>>>(
-      in.group, in.routed, static_cast<const uint4*>(in.rows),
+      in.group, in.call, in.routed, static_cast<const uint4*>(in.rows),
       static_cast<uint4*>(in.all_rows) + in.group.rank * in.group.capacity * n.hidden / 8, chunks, in.ids, in.ids_dtype,
       Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts), int(n.top_k));
   return check(cudaGetLastError());

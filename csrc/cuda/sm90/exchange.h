@@ -30,8 +30,8 @@ struct Window {
   int64_t scores;   // [capacity][K] float
   int64_t bytes;
 
-  // In ints, at the start: number of tokens; the first fault of any rank, see Fault; flags by rank.
-  enum Header : int { kTokens, kClaimed, kFault, kPublished = 16, kFinished = kPublished + kMaxRanks };
+  // In ints, at the start: number of tokens; the first fault of any rank, see Fault; which call this is; flags by rank.
+  enum Header : int { kTokens, kClaimed, kFault, kCall = 8, kPublished = 16, kFinished = kPublished + kMaxRanks };
   static constexpr int64_t kHeaderBytes = 1024;
 
   static Window of(int64_t ranks, int64_t capacity, int64_t hidden, int64_t top_k, bool routes) {
@@ -57,6 +57,7 @@ enum class Fault : int {
   kRows,          // `have` rows came to `rank`, there is room for `room`
   kStuck,         // a wait inside the kernels, at Site `have`
   kRefused,       // `peer` cannot take part: its host has raised an error
+  kOtherCall,     // `peer` runs another block, or another pass
 };
 struct FaultNumbers {
   static constexpr int kRank = 1, kPeer = 2, kExchange = 3, kHave = 4, kRoom = 5, kCount = 6;
@@ -75,10 +76,11 @@ struct Group {
 };
 
 // `sizes`: of this rank's tokens, but of the experts of all ranks. Unless `routed` is set, the routing stays as it was:
-// ids do not tell, without tokens their address is null.
+// ids do not tell, without tokens their address is null. `call` is a number for the block and the pass.
 struct PublishArguments {
   Group group;
   Sizes sizes;
+  int call;
   bool routed;
   const void* rows;
   void* all_rows;  // [ranks * capacity, H], this rank's part of which is filled too

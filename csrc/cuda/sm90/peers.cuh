@@ -38,7 +38,12 @@ __device__ inline void fail(const Group& g, Fault kind, int peer, int have, int 
     ptx::store_release_system(to + Window::kFault, numbers[0]);
   }
   int* const own = header(g, g.rank) + Window::kFault;
-  while (ptx::load_acquire_system(own) == 0) {  // another rank is just writing
+  constexpr uint64_t kPatience = 1000000000;  // nanoseconds that another rank may take to write, unless it has died
+  const uint64_t start = ptx::global_nanoseconds();
+  while (ptx::load_acquire_system(own) == 0) {
+    if (ptx::global_nanoseconds() - start < kPatience) continue;
+    for (int i = 1; i < FaultNumbers::kCount; ++i) *static_cast<volatile int*>(own + i) = numbers[i];
+    ptx::store_release_system(own, numbers[0]);
   }
   report(g, own);
 }
@@ -66,10 +71,21 @@ __device__ inline bool wait_for(const Group& g, int which, int peer) {
   }
 }
 
-// All threads of a CTA wait for flag `which` of all ranks. True if all is well.
+// All threads of a CTA wait for flag `which` of all ranks. True if all is well: then all ranks are in the same call.
 __device__ inline bool wait_for_all(const Group& g, int which) {
   bool well = true;
-  for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) well = wait_for(g, which, r) && well;
+  for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) {
+    if (!wait_for(g, which, r)) {
+      well = false;
+    } else if (which == Window::kPublished) {
+      const int own = __ldcg(header(g, g.rank) + Window::kCall), other = __ldcg(header(g, r) + Window::kCall);
+      if (own != other) {
+        fail(g, Fault::kOtherCall, r, own, other);
+        well = false;
+      }
+    }
+  }
+  __syncthreads();  // a rank says what is wrong before it sets its flag: only now is all of it here
   const int* const fault = header(g, g.rank) + Window::kFault;
   if (threadIdx.x == 0 && ptx::load_acquire_system(fault) != 0) {
     report(g, fault);
