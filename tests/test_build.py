@@ -45,6 +45,7 @@ def tiny(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
         )
 
     def run(code: str, *flags: str, **env: str) -> tuple[str, str]:
