@@ -1,11 +1,16 @@
 """What Python and the kernels of an exchange must agree on."""
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mok_compile import build
 from mok_compile.distributed import peer_memory, transports, windows
+from mok_compile.distributed.sharding import Sharding
+from mok_compile.spec import ExpertsSpec
 
 HEADER = (build.csrc() / "cuda" / "sm90" / "exchange.h").read_text(encoding="utf-8")
 
@@ -67,3 +72,29 @@ def test_names_of_transports_carry_options():
 def test_wrong_options_are_named(text):
     with pytest.raises(ValueError, match=re.escape(text.partition("=")[0])):
         peer_memory.Options.parse(text)
+
+
+def call_for(**changed) -> tuple[transports.Operands, transports.Call]:
+    spec = ExpertsSpec("silu(gate) * up", "concat", changed.pop("dtype", "bfloat16"))
+    call = transports.Call(spec, "sm90", changed.pop("group", "0"), Sharding(changed.pop("experts", 8), 2))
+    x, ids = torch.zeros(3, changed.pop("hidden", 16)).bfloat16(), torch.zeros(changed.pop("tokens", 3), 2)
+    operands = transports.Operands(x, ids, ids, [], [], [], [])
+    return operands, replace(call, **changed)
+
+
+def test_ranks_in_one_call_have_one_number():
+    """Of all that ranks may differ in, nothing changes it; of what they must have in common, everything."""
+    number = peer_memory._number(*call_for(), "forward")
+    for same in ({}, {"options": "room=3"}, {"group": "7"}, {"tokens": 0}):
+        assert peer_memory._number(*call_for(**same), "forward") == number
+    others = [peer_memory._number(*call_for(**other), "forward") for other in ({"hidden": 32}, {"experts": 6})]
+    others += [peer_memory._number(*call_for(dtype="float32"), "forward"), peer_memory._number(*call_for(), "backward")]
+    assert number not in others and len(set(others)) == len(others)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_gradients_after_a_fault_are_marked(failed):
+    grads = [torch.ones(2, 3, 4).bfloat16(), torch.ones(0, 3), torch.ones(2, 4, 3).transpose(1, 2)]
+    peer_memory._poison(grads, SimpleNamespace(state=torch.tensor([5, failed, 0], dtype=torch.int32)))
+    assert [int(g.isnan().sum()) for g in grads] == [failed, 0, failed]
+    assert all(g.nan_to_num(1.0).eq(1).all() for g in grads)
