@@ -27,7 +27,7 @@ from mok_compile.passes.facts import (
     RowWeight,
     Share,
 )
-from mok_compile.passes.masks import distinct
+from mok_compile.passes.masks import distinct, tokens_in_order
 from mok_compile.passes.parts import extend
 from mok_compile.passes.rules import Break, Facts, _dim, _number, _weighted, pinned, rule, same
 from mok_compile.passes.shares import from_column, is_table, shared_out, tabulated
@@ -294,8 +294,9 @@ def _shape_outputs(facts, value, a, *args):
     return fact if kept or (len(old) > 1 < len(new) and same(old[-1], new[-1])) else None
 
 
-def _permuted(axes: tuple[str, ...], a: Value, dims: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(axes[_dim(a, d)] for d in dims)
+def _permuted(axes: tuple[str, ...], a: Value, dims: tuple[int, ...]) -> tuple[str, ...] | None:
+    order = [_dim(a, d) for d in dims]
+    return tuple(axes[d] for d in order) if tokens_in_order(axes, a, order) else None
 
 
 def _with_ones(axes: tuple[str, ...], a: Value, value: Value) -> tuple[str, ...] | None:

@@ -247,19 +247,29 @@ def _slice_hits(value, a, hits, dim=0, start=None, end=None, step=1):
     return _at(replace(hits, axes=axes), hits.axes[dim], start) if hits.axes[dim] in (EXPERT, CHOICE) else None
 
 
+def tokens_in_order(axes: tuple[str, ...], a: Value, order: list[int]) -> bool:
+    """Whether the dimensions of `a` that count tokens keep their order where `order` puts them: they count together, so
+    that another order names other tokens, and their axes do not tell them apart."""
+    tokens = [d for d in order if axes[d] in (TOKEN, BOTH) and not same(a.meta.shape[d], 1)]
+    return tokens == sorted(tokens)
+
+
 @rule(aten.permute.default)
 @_shaped
 def _permute_hits(value, a, hits, dims):
-    return replace(hits, axes=tuple(hits.axes[_dim(a, d)] for d in dims))
+    order = [_dim(a, d) for d in dims]
+    return replace(hits, axes=tuple(hits.axes[d] for d in order)) if tokens_in_order(hits.axes, a, order) else None
 
 
 @rule(aten.transpose.int, aten.t.default)
 @_shaped
 def _transpose_hits(value, a, hits, first=0, second=1):
-    axes = list(hits.axes)
+    order = list(range(len(hits.axes)))
+    if len(order) < 2:
+        return None
     first, second = _dim(a, first), _dim(a, second)
-    axes[first], axes[second] = axes[second], axes[first]
-    return replace(hits, axes=tuple(axes)) if len(axes) > 1 else None
+    order[first], order[second] = second, first
+    return replace(hits, axes=tuple(hits.axes[d] for d in order)) if tokens_in_order(hits.axes, a, order) else None
 
 
 @rule(aten.expand.default, aten.clone.default, aten.alias.default, aten.contiguous.default)

@@ -269,6 +269,36 @@ class TokensSwapped(TwoOperands):
         return super().outputs(x).transpose(0, 1).reshape(*x.shape[:2], EXPERTS, HIDDEN)
 
 
+class TableSwapped(nn.Module):
+    """The same with the table of weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, 6, HIDDEN).double())
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 6).double())
+
+    def forward(self, x, ids, weights):
+        a = torch.einsum("...h,eih->...ei", x, self.w1)
+        outputs = torch.einsum("...ei,ehi->...eh", nn.functional.silu(a), self.w2)
+        table = torch.zeros(*ids.shape[:-1], EXPERTS, dtype=weights.dtype).scatter_add(-1, ids, weights)
+        table = table.transpose(0, 1).reshape(*x.shape[:2], EXPERTS)
+        return torch.einsum("bteh,bte->bth", outputs, table)
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (3, 5), (4, 4)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tokens_of_the_table_swapped(shape, dynamic):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = TableSwapped()
+    fused = Fused(model, verify=False, dynamic=dynamic)
+    x, ids, weights = torch.randn(*shape, HIDDEN), torch.randint(0, EXPERTS, (*shape, 2)), torch.rand(*shape, 2)
+    given = x.double(), ids, weights.double()
+    torch.testing.assert_close(fused(*given), model(*given))
+    assert fused.report.fused == 0, fused.report
+
+
 @pytest.mark.parametrize(
     "block",
     [
