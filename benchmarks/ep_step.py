@@ -19,32 +19,13 @@ import types
 import torch
 import torch.distributed as dist
 from ep_h200 import Nccl, measure
-from shapes import SHAPES
+from step_model import VOCABULARY, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from mok_compile.distributed import plan
 from mok_compile.distributed.sharding import Sharding
-
-
-def build(layers: int) -> Qwen3MoeForCausalLM:
-    hidden, inner, experts, top_k = SHAPES["qwen3-30b-a3b"]
-    config = Qwen3MoeConfig(
-        hidden_size=hidden,
-        moe_intermediate_size=inner,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=32000,
-        norm_topk_prob=True,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
 
 
 def spread(model: Qwen3MoeForCausalLM, ranks: int) -> None:
@@ -75,7 +56,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",))
-    ids = torch.randint(0, 32000, (given.batch, given.length), device="cuda", generator=_generator(rank))
+    ids = torch.randint(0, VOCABULARY, (given.batch, given.length), device="cuda", generator=_generator(rank))
     for name in given.candidates.split(","):
         model = build(given.layers)
         if name == "nccl":

@@ -212,25 +212,10 @@ def measure(name, weights, tokens, routing):
 
 def training_step(name, layers=4, batch=4, length=4096):
     """A whole model of the Qwen3-30B-A3B shape: milliseconds of a training step without optimiser, and its memory."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from step_model import VOCABULARY, build
 
-    hidden, inner, experts, top_k = SHAPES["qwen3-30b-a3b"]
-    config = Qwen3MoeConfig(
-        hidden_size=hidden,
-        moe_intermediate_size=inner,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=32000,
-        norm_topk_prob=True,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-        ids = torch.randint(0, 32000, (batch, length))
+    model = build(layers)
+    ids = torch.randint(0, VOCABULARY, (batch, length), device="cuda")
     torch._dynamo.reset()
     run = torch.compile(model, **compiler(name))
 

@@ -231,7 +231,7 @@ class _Block:
         peers = Peers(call.group, sharding.ranks, x.device)
         problem, transposed = _problem(operands, call, peers.rank)
         shape = Shape(peers.group, x.device, x.shape[-1], ids.shape[-1], options.exact)
-        windows = windows_for(shape, peers, x.shape[0], _describe(operands, call), problem, options)
+        windows = windows_for(shape, peers, x.shape[0], lambda: _describe(operands, call), problem, options)
         experts, hidden, inner = down[0].shape
         room = min(windows.tokens * ids.shape[1], int(options.room * windows.capacity * ids.shape[1]) + 127)
         layout, activation = sm90.numbers_of(spec)

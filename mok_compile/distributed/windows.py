@@ -8,7 +8,7 @@ for each other here. Kernels cannot raise: a fault is written into memory of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -163,9 +163,11 @@ _windows: dict[Shape, Windows] = {}
 _captured: list[Windows] = []
 
 
-def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem: str | None, options) -> Windows:
+def windows_for(
+    shape: Shape, peers: Peers, tokens: int, describe: Callable[[], str], problem: str | None, options
+) -> Windows:
     """The windows of `shape`. The first call makes them: then every rank must call, with any number of `tokens`, and
-    `described` must be the same on all. ValueError, on all ranks, if the ranks do not fit together."""
+    what `describe` says must be the same on all. ValueError, on all ranks, if the ranks do not fit together."""
     found = _windows.get(shape)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -173,7 +175,7 @@ def windows_for(shape: Shape, peers: Peers, tokens: int, described: str, problem
                 "mok::experts_parallel: the first call of a block shares memory between the ranks, which cannot be "
                 "captured in a CUDA graph; run the block once before"
             )
-        said = peers.agree("setting up", described, problem, [max(tokens, options.max_tokens or 0)])
+        said = peers.agree("setting up", describe(), problem, [max(tokens, options.max_tokens or 0)])
         capacity = max(128, *(-(-most // 128) * 128 for most, *_ in said))
         found = _windows[shape] = Windows.make(
             shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
