@@ -98,11 +98,8 @@ struct Outer {
 inline void outer(const Outer& in, bool dense_first, const Sizes& sizes, const Plan& plan, const Tensor& out,
                   int ticket, int64_t stream) {
   const void* const dense = static_cast<const char*>(in.dense) + 2 * in.first;
-  const void* const gathered = in.gathered.data_ptr();
-  const int64_t columns = in.gathered.size(1);
-  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense_first ? dense : gathered,
-                       dense_first ? gathered : dense, dense_first ? in.dense_columns : columns,
-                       dense_first ? columns : in.dense_columns, in.dense_stride, !dense_first, out.data_ptr(), ticket},
+  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense, in.dense_columns, in.dense_stride,
+                       in.gathered.data_ptr(), in.gathered.size(1), dense_first, out.data_ptr(), ticket},
                       stream_of(stream)));
 }
 

@@ -95,6 +95,13 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t*
                : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void store_flipped_matrices(uint32_t address, const uint32_t* m) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* m) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

@@ -24,15 +24,19 @@ __device__ __forceinline__ void mma_wait() {
 
 // Operand in shared memory with the 128-byte swizzle (16-byte chunk c of row r lies at chunk c ^ (r % 8)), base aligned
 // to 1024 bytes. A row is 128 bytes: 64 elements along K where K is contiguous; where the other dimension is, 64
-// elements of it, and `chunk_stride` is the distance in bytes between consecutive groups of 64.
-__device__ __forceinline__ uint64_t mma_operand(uint32_t address, uint32_t chunk_stride) {
-  constexpr uint64_t kSwizzle128 = 1, kRowGroup = 1024;  // bytes between groups of 8 rows
-  return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(chunk_stride >> 4) << 16 | (kRowGroup >> 4) << 32 |
-         kSwizzle128 << 62;
+// elements of it, and `chunk_stride` is the distance in bytes between consecutive groups of 64. This is the lower word
+// of its descriptor: the upper one is always the same, so places are worked out in 32 bits.
+__device__ __forceinline__ uint32_t mma_operand(uint32_t address, uint32_t chunk_stride) {
+  return (address & 0x3FFFF) >> 4 | chunk_stride >> 4 << 16;
 }
 
 // What to add to an operand to move it by `bytes`.
-__device__ __forceinline__ constexpr uint64_t mma_offset(uint32_t bytes) { return bytes >> 4; }
+__device__ __forceinline__ constexpr uint32_t mma_offset(uint32_t bytes) { return bytes >> 4; }
+
+__device__ __forceinline__ uint64_t mma_descriptor(uint32_t operand) {
+  constexpr uint64_t kSwizzle128 = 1, kRowGroup = 1024;  // bytes between groups of 8 rows
+  return operand | (kRowGroup >> 4) << 32 | kSwizzle128 << 62;
+}
 
 // A transposed operand is contiguous along M or N instead of K. `start` only writes the accumulators: were they also
 // read, the compiler would keep them alive from one tile to the next.
@@ -43,7 +47,7 @@ template <>
 struct Mma<__nv_bfloat16> {
   // d = a * b
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void start(float (&d)[96], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void start(float (&d)[96], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -65,12 +69,12 @@ struct Mma<__nv_bfloat16> {
           "=f"(d[73]), "=f"(d[74]), "=f"(d[75]), "=f"(d[76]), "=f"(d[77]), "=f"(d[78]), "=f"(d[79]), "=f"(d[80]),
           "=f"(d[81]), "=f"(d[82]), "=f"(d[83]), "=f"(d[84]), "=f"(d[85]), "=f"(d[86]), "=f"(d[87]), "=f"(d[88]),
           "=f"(d[89]), "=f"(d[90]), "=f"(d[91]), "=f"(d[92]), "=f"(d[93]), "=f"(d[94]), "=f"(d[95])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // d += a * b
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void add(float (&d)[96], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void add(float (&d)[96], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -92,12 +96,12 @@ struct Mma<__nv_bfloat16> {
           "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
           "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
           "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // The same for 96 columns.
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void start(float (&d)[48], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void start(float (&d)[48], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -110,12 +114,12 @@ struct Mma<__nv_bfloat16> {
           "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), "=f"(d[32]),
           "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), "=f"(d[40]),
           "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // The same for 96 columns.
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void add(float (&d)[48], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void add(float (&d)[48], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -128,7 +132,7 @@ struct Mma<__nv_bfloat16> {
           "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
           "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
           "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 };
 
@@ -136,7 +140,7 @@ template <>
 struct Mma<__half> {
   // d = a * b
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void start(float (&d)[96], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void start(float (&d)[96], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -158,12 +162,12 @@ struct Mma<__half> {
           "=f"(d[73]), "=f"(d[74]), "=f"(d[75]), "=f"(d[76]), "=f"(d[77]), "=f"(d[78]), "=f"(d[79]), "=f"(d[80]),
           "=f"(d[81]), "=f"(d[82]), "=f"(d[83]), "=f"(d[84]), "=f"(d[85]), "=f"(d[86]), "=f"(d[87]), "=f"(d[88]),
           "=f"(d[89]), "=f"(d[90]), "=f"(d[91]), "=f"(d[92]), "=f"(d[93]), "=f"(d[94]), "=f"(d[95])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // d += a * b
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void add(float (&d)[96], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void add(float (&d)[96], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -185,12 +189,12 @@ struct Mma<__half> {
           "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
           "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
           "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // The same for 96 columns.
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void start(float (&d)[48], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void start(float (&d)[48], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -203,12 +207,12 @@ struct Mma<__half> {
           "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), "=f"(d[32]),
           "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), "=f"(d[40]),
           "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 
   // The same for 96 columns.
   template <bool kTransposeA, bool kTransposeB>
-  static __device__ __forceinline__ void add(float (&d)[48], uint64_t a, uint64_t b) {
+  static __device__ __forceinline__ void add(float (&d)[48], uint32_t a, uint32_t b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -221,7 +225,7 @@ struct Mma<__half> {
           "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
           "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
           "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        : "l"(a), "l"(b), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+        : "l"(mma_descriptor(a)), "l"(mma_descriptor(b)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
   }
 };
 

@@ -187,16 +187,18 @@ struct UpGradArguments {
 };
 const char* up_grad(const UpGradArguments& arguments, void* stream);
 
-// out [E, M, N] = per expert the sum over its sorted rows of left[row] outer right[row]. The gathered side is indexed
-// by token and contiguous, the other by sorted row, with a stride in elements.
+// out [E, dense columns, gathered columns] = per expert the sum over its sorted rows of dense[row] outer
+// gathered[token of row], or [E, gathered columns, dense columns] unless `dense_first`. The dense side has a stride, in
+// elements.
 struct WeightGradArguments {
   Sizes sizes;
   Dtype dtype;
   Plan plan;
-  const void* left;
-  const void* right;
-  int64_t left_columns, right_columns, dense_stride;
-  bool left_gathered;  // else the right one is
+  const void* dense;
+  int64_t dense_columns, dense_stride;
+  const void* gathered;
+  int64_t gathered_columns;
+  bool dense_first;
   void* out;
   int ticket;  // which counter of the plan
 };

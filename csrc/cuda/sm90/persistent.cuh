@@ -194,6 +194,7 @@ struct Warp {
     cell = place(patch, lane() % 16, lane() / 16);
     line = place(patch, lane() / 4, lane() % 4);
   }
+  __device__ __forceinline__ uint32_t patch() const { return cell & ~(kPatch - 1); }
   static __device__ __forceinline__ uint32_t place(uint32_t patch, int row, int chunk) {
     return patch + row * kPatchRow + ((chunk ^ row / 2 % 4) << 4);
   }
@@ -400,26 +401,29 @@ template <class Op, int kHalves>
 __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task, int lane,
                                          uint32_t next_turn) {
   using Mma = ptx::Mma<typename Op::Element>;
-  constexpr uint64_t kStepA = ptx::mma_offset(Op::kTransposeA ? 2048 : 32);  // 16 along K
-  constexpr uint64_t kStepB = ptx::mma_offset(Op::kTransposeB ? 2048 : 32);
-  const uint64_t a0 = ptx::mma_operand(ring.base, kChunk), b0 = ptx::mma_operand(ring.base + kBytesA, kChunk);
-  int stage = task.first_step % Op::kStages, last = stage;
-  uint32_t parity = task.first_step / Op::kStages & 1;
+  constexpr uint32_t kStepA = ptx::mma_offset(Op::kTransposeA ? 2048 : 32);  // 16 along K
+  constexpr uint32_t kStepB = ptx::mma_offset(Op::kTransposeB ? 2048 : 32);
+  // Known to the compiler to be the same in all lanes: the operands' places are then found in uniform registers.
+  const uint32_t base = __shfl_sync(~0u, ring.base, 0);
+  const int first_step = __shfl_sync(~0u, task.first_step, 0);
+  const uint32_t a0 = ptx::mma_operand(base, kChunk), b0 = ptx::mma_operand(base + kBytesA, kChunk);
+  int stage = first_step % Op::kStages, last = stage;
+  uint32_t parity = first_step / Op::kStages & 1;
   const auto step = [&](auto first) {
     ring.wait(ring.full(stage), parity, kStageFull);
-    ptx::fence_shared_for_async();
+    if constexpr (Op::kGathers) ptx::fence_shared_for_async();
     ptx::mma_fence();
-    const uint64_t offset = ptx::mma_offset(stage * Op::kBytesStage);
+    const uint32_t offset = ptx::mma_offset(stage * Op::kBytesStage);
 #pragma unroll
     for (int q = 0; q < kTileK / 16; ++q) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const uint64_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
+        const uint32_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
         constexpr int kParts = Op::kSplit ? 2 : 1, kPart = kAccumulators / kParts;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           auto& d = reinterpret_cast<float (&)[kPart]>(acc[half][part * kPart]);
-          const uint64_t b_part = b + part * ptx::mma_offset(2 * kChunk);
+          const uint32_t b_part = b + part * ptx::mma_offset(2 * kChunk);
           if (first.value && q == 0) {
             Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
           } else {

@@ -155,4 +155,34 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
   }
 }
 
+// Writes the transposed tile: its columns become lines of `to`, `stride` elements apart. `rows` and `columns` of the
+// tile exist. A piece of 16 columns lies in half a patch as 16 lines of 16 rows: two 16-byte chunks, exchanged in every
+// other four lines, so that eight lines of a matrix do not meet in a bank. Pieces take the halves in turn.
+template <class T, int kHalves>
+__device__ __forceinline__ void store_flipped(int rows, int columns, const Accumulators<kHalves>& acc, const Warp& warp,
+                                              T* to, int stride) {
+  const int lane = warp.lane(), line = lane / 2, first = warp.index() * 16 + lane % 2 * 8;
+  const auto place = [&](int line, int chunk) { return warp.patch() + line * 32 + ((chunk ^ line / 4 % 2) << 4); };
+  const uint32_t put = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), get = place(line, lane % 2);
+  T* const at = to + static_cast<int64_t>(line) * stride + first;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+    for (int piece = 0; piece < kTileN / 16; ++piece) {
+      uint32_t out[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const v = &acc[half][piece * 8 + i * 2];
+        out[i] = Pair<T>::pack(v[0], v[1]);
+      }
+      const uint32_t turn = piece % 2 * (kPatch / 2);
+      ptx::store_flipped_matrices(put + turn, out);
+      __syncwarp();
+      if (line + piece * 16 < columns && half * 64 + first < rows)
+        *reinterpret_cast<uint4*>(at + static_cast<int64_t>(piece * 16) * stride + half * 64) =
+            ptx::load_shared(get + turn);
+    }
+  }
+}
+
 }  // namespace mok::sm90

@@ -5,31 +5,29 @@
 namespace mok::sm90 {
 namespace {
 
-template <class T, bool kLeftGathered>
+template <class T, bool kFlipped>
 const char* run(const WeightGradArguments& in, void* stream) {
-  using Op = WeightGrad<T, kLeftGathered>;
+  using Op = WeightGrad<T, kFlipped>;
   typename Op::Params p{};
-  const int64_t dense_columns = kLeftGathered ? in.right_columns : in.left_columns;
-  if (const char* error = ragged_map(&p.dense, in.dtype, kLeftGathered ? in.right : in.left, in.sizes.slots(),
-                                     dense_columns, in.dense_stride, 64))
+  if (const char* error =
+          ragged_map(&p.dense, in.dtype, in.dense, in.sizes.slots(), in.dense_columns, in.dense_stride, 64))
     return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + in.ticket;
-  p.gathered = static_cast<const T*>(kLeftGathered ? in.left : in.right);
-  p.gathered_columns = int(kLeftGathered ? in.left_columns : in.right_columns);
+  p.gathered = static_cast<const T*>(in.gathered);
   p.out = static_cast<T*>(in.out);
   p.experts = int(in.sizes.experts);
-  p.left_columns = int(in.left_columns);
-  p.right_columns = int(in.right_columns);
-  p.left_tiles = int((in.left_columns + kTileM - 1) / kTileM);
-  p.right_tiles = int((in.right_columns + kTileN - 1) / kTileN);
+  p.gathered_columns = int(in.gathered_columns);
+  p.dense_columns = int(in.dense_columns);
+  p.gathered_tiles = int((in.gathered_columns + kTileM - 1) / kTileM);
+  p.dense_tiles = int((in.dense_columns + kTileN - 1) / kTileN);
   return launch<Op>(p, stream);
 }
 
 template <class T>
 const char* choose(const WeightGradArguments& in, void* stream) {
-  return in.left_gathered ? run<T, true>(in, stream) : run<T, false>(in, stream);
+  return in.dense_first ? run<T, true>(in, stream) : run<T, false>(in, stream);
 }
 
 }  // namespace

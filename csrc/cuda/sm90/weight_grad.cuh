@@ -17,34 +17,33 @@ __device__ __forceinline__ int2 raster(int number, int rows, int columns) {
   return make_int2(row, group % 2 ? columns - 1 - column : column);
 }
 
-template <class T, bool kLeftGathered>
+// A tile is 128 columns of the gathered side times 192 of the dense one. kFlipped: out has the dense side's columns
+// first.
+template <class T, bool kFlipped>
 struct WeightGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
   static constexpr bool kWaits = false, kGathers = true;
   static constexpr int kStages = 5, kPatches = 2;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  static constexpr uint32_t kGatheredAt = kLeftGathered ? 0 : kBytesA, kDenseAt = kLeftGathered ? kBytesA : 0;
-  static constexpr int kGatheredGroups = (kLeftGathered ? kTileM : kTileN) / 64;
-  static constexpr int kDenseGroups = (kLeftGathered ? kTileN : kTileM) / 64;
+  static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
   struct Params {
     CUtensorMap dense;  // ragged, boxes of 64 x 64
     Plan plan;
     int* error;
     int* ticket;
-    const T* gathered;
-    int gathered_columns;  // also the stride
-    T* out;                // [experts, left_columns, right_columns]
-    int experts, left_columns, right_columns, left_tiles, right_tiles;
+    const T* gathered;  // [tokens, gathered_columns]
+    T* out;             // [experts, gathered_columns, dense_columns], or flipped
+    int experts, gathered_columns, dense_columns, gathered_tiles, dense_tiles;
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    const int tiles = p.left_tiles * p.right_tiles, expert = ticket / tiles;
+    const int tiles = p.gathered_tiles * p.dense_tiles, expert = ticket / tiles;
     if (expert >= p.experts) return Task::none();
-    const int2 at = raster(ticket - expert * tiles, p.left_tiles, p.right_tiles);
+    const int2 at = raster(ticket - expert * tiles, p.gathered_tiles, p.dense_tiles);
     const int start = expert ? p.plan.offsets[expert - 1] : 0, rows = p.plan.offsets[expert] - start;
-    const int row = at.x * kTileM, height = min(kTileM, p.left_columns - row);
+    const int row = at.x * kTileM, height = min(kTileM, p.gathered_columns - row);
     return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start};  // the kind is the expert's rows
   }
 
@@ -52,8 +51,7 @@ struct WeightGrad : Common<> {
     // Groups of 64 columns of the dense side that exist. The others are not asked for: a ragged box that lies outside
     // altogether faults.
     static __device__ __forceinline__ int groups(const Params& p, const Task& task) {
-      const int left = kLeftGathered ? p.right_columns - task.column : p.left_columns - task.row;
-      return min(kDenseGroups, (left + 63) / 64);
+      return min(kDenseGroups, (p.dense_columns - task.column + 63) / 64);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params& p, const Task& task) {
       return groups(p, task) * kChunk;
@@ -61,11 +59,11 @@ struct WeightGrad : Common<> {
     static __device__ __forceinline__ void weights(const Params&, const Task&, int, uint32_t, uint32_t) {}
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      const int column = kLeftGathered ? task.column : task.row, done = step * kTileK;
+      const int done = step * kTileK;
 #pragma unroll
       for (int g = 0; g < kDenseGroups; ++g)
         if (g < groups(p, task))
-          ragged_box(stage + kDenseAt + g * kChunk, &p.dense, column + g * 64, task.extra + done, task.kind - done,
+          ragged_box(stage + kBytesA + g * kChunk, &p.dense, task.column + g * 64, task.extra + done, task.kind - done,
                      barrier);
     }
   };
@@ -91,7 +89,7 @@ struct WeightGrad : Common<> {
     uint64_t at[kRows];  // where the rows of the next step are
 
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread) : place(thread) {
-      const int first = thread / 8, column = (kLeftGathered ? task.row : task.column) + thread % 8 * 8;
+      const int first = thread / 8, column = task.row + thread % 8 * 8;
       data = reinterpret_cast<uint64_t>(p.gathered + column);
       stride = p.gathered_columns * 2;
       inside = (p.gathered_columns - column + 63) / 64;
@@ -134,29 +132,40 @@ struct WeightGrad : Common<> {
         if (j == kRows - 1 && !last) break;
 #pragma unroll
         for (int g = 0; g < kGatheredGroups; ++g)
-          ptx::copy16(stage + kGatheredAt + g * kChunk + place.at(j), at[j] + g * 128, exists(j, g) ? 16 : 0);
+          ptx::copy16(stage + g * kChunk + place.at(j), at[j] + g * 128, exists(j, g) ? 16 : 0);
       }
     }
   };
 
-  static __device__ __forceinline__ T* expert_out(const Params& p, const Task& task) {
-    return p.out + static_cast<int64_t>(task.expert) * p.left_columns * p.right_columns;
+  // The tile's first element in out, and the distance to the next one of the gathered side or of the other.
+  static __device__ __forceinline__ T* tile_out(const Params& p, const Task& task) {
+    const int64_t first = kFlipped ? static_cast<int64_t>(task.column) * p.gathered_columns + task.row
+                                   : static_cast<int64_t>(task.row) * p.dense_columns + task.column;
+    return p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first;
   }
 
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
-    store_tile<T, false, kHalves>(task, acc, warp, expert_out(p, task), p.right_columns, p.right_columns, nullptr);
+    T* const to = tile_out(p, task);
+    if constexpr (kFlipped) {
+      store_flipped<T, kHalves>(task.rows, p.dense_columns - task.column, acc, warp, to, p.gathered_columns);
+    } else {
+      Task at_tile = task;
+      at_tile.row = at_tile.column = 0;
+      store_tile<T, false, kHalves>(at_tile, acc, warp, to, p.dense_columns, p.dense_columns - task.column, nullptr);
+    }
   }
 
   // An expert without rows: exact zeros.
   static __device__ __forceinline__ void finish_empty(const Params& p, const Task& task, const Warp& warp) {
-    for (int row = warp.index(); row < task.rows; row += 4) {
-      T* const to = expert_out(p, task) + static_cast<int64_t>(task.row + row) * p.right_columns;
-      const int column = task.column + warp.lane() * 8;
-      if (warp.lane() < kTileN / 8 && column < p.right_columns)
-        *reinterpret_cast<uint4*>(to + column) = make_uint4(0, 0, 0, 0);
-    }
+    const int columns = min(kTileN, p.dense_columns - task.column);
+    const int lines = kFlipped ? columns : task.rows, length = kFlipped ? task.rows : columns;
+    T* const to = tile_out(p, task) + warp.lane() * 8;
+    for (int line = warp.index(); line < lines; line += 4)
+      if (warp.lane() * 8 < length)
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(line) * (kFlipped ? p.gathered_columns : p.dense_columns)) =
+            make_uint4(0, 0, 0, 0);
   }
 };
 
