@@ -37,7 +37,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
     """Raises ValueError or TypeError, naming the argument, unless the arguments fit together."""
 
     def expect(what: str, tensors: list[torch.Tensor], count: int, shape: tuple[int, ...]) -> None:
-        if len(tensors) != count or any(tuple(t.shape) != shape for t in tensors):
+        if len(tensors) != count or any(t.shape != shape for t in tensors):
             found = [tuple(t.shape) for t in tensors[:3]]
             raise ValueError(f"mok::experts: {what} must be {count} of shape {shape}, got {len(tensors)}: {found}")
 

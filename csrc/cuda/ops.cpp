@@ -2,8 +2,6 @@
 // checked shapes and dtypes, and pass the stream, so that this library needs nothing of libtorch's CUDA part.
 #include "tensors.h"
 
-#include <algorithm>
-
 namespace mok::sm90 {
 namespace {
 
@@ -17,33 +15,41 @@ int64_t sort_scratch(int64_t tokens, int64_t experts, int64_t top_k) {
 
 int64_t score_rows(int64_t inner) { return score_tiles({0, 0, inner, 0, 0}); }
 
-// The tensors of a block and how it computes.
-struct Block {
-  Tensors up;
-  Tensor down;
-  int64_t layout;
-  bool transposed;
-  Doubles activation;
-};
-
 struct Rows {
   Sizes sizes;
   Plan plan;
   int64_t stream;
 };
 
+// The weights of a block and how it computes.
+struct Block {
+  Weights weights;
+  Layout layout;
+  bool transposed;
+  Activation activation;
+};
+
+// Of kernels that follow on the stream and use the plan.
+Block block_of(const Rows& of, const Tensors& up, const Tensors& down, int64_t layout, bool transposed,
+               const Doubles& activation) {
+  const Layout l = layout_of(layout);
+  const Block block{weights_of(up, down, of.sizes, l, transposed, &of.plan), l, transposed, activation_of(activation)};
+  if (block.weights.scattered) require(tell_places(of.sizes, of.plan, block.weights.places, stream_of(of.stream)));
+  return block;
+}
+
 // rows and h (if given) of sorted rows, from x; a is scratch.
 void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias, const Tensor& x,
              const MaybeTensor& h, const Tensor& a, const Tensor& rows, const Pull* pull = nullptr) {
   require(forward({of.sizes,
                    dtype_of(x),
-                   layout_of(block.layout),
+                   block.layout,
                    block.transposed,
-                   activation_of(block.activation),
+                   block.activation,
                    of.plan,
                    x.data_ptr(),
-                   {data_of(block.up, 0), data_of(block.up, 1)},
-                   block.down.data_ptr(),
+                   {block.weights.up[0], block.weights.up[1]},
+                   block.weights.down,
                    {data_of(up_bias, 0), data_of(up_bias, 1)},
                    data_of(down_bias),
                    const_cast<void*>(data_of(h)),
@@ -54,35 +60,41 @@ void experts(const Rows& of, const Block& block, const Tensors& up_bias, const M
 }
 
 // y, h (if given), order, offsets; plan, counts, a and rows are scratch.
-void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias, MaybeTensor down_bias,
+void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias, MaybeTensor down_bias,
                 int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h, Tensor order,
                 Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
   const Plan p = plan_of(plan, order, offsets, sizes);
+  const Rows of{sizes, p, stream};
+  const Block block = block_of(of, up, down, layout, transposed, activation);
   require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p,
                     const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
                    stream_of(stream)));
-  experts({sizes, p, stream}, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows);
+  experts(of, block, up_bias, down_bias, x, h, a, rows);
   require(combine({sizes, dtype_of(x), p, rows.data_ptr(), sizes.hidden, weights.data_ptr(), dtype_of(weights),
                    y.data_ptr(), dtype_of(y), sizes.hidden, nullptr, 0, nullptr, nullptr},
                   stream_of(stream)));
 }
 
 // The same without h, in one launch; see decode_takes().
-void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias, MaybeTensor down_bias,
+void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias, MaybeTensor down_bias,
                int64_t layout, Doubles activation, Tensor y, Tensor order, Tensor offsets, Tensor a, Tensor rows,
                int64_t stream) {
-  require(decode({sizes_of(x, ids, down),
+  const Sizes sizes = sizes_of(x, ids, down);
+  const Layout l = layout_of(layout);
+  const Weights experts = weights_of(up, down, sizes, l, false, nullptr);
+  require(decode({sizes,
                   dtype_of(x),
-                  layout_of(layout),
+                  l,
                   activation_of(activation),
                   x.data_ptr(),
                   ids.data_ptr(),
                   dtype_of(ids),
                   weights.data_ptr(),
                   dtype_of(weights),
-                  {data_of(up, 0), data_of(up, 1)},
-                  down.data_ptr(),
+                  {experts.up[0], experts.up[1]},
+                  experts.down,
+                  experts.scattered ? &experts.places : nullptr,
                   {data_of(up_bias, 0), data_of(up_bias, 1)},
                   data_of(down_bias),
                   y.data_ptr(),
@@ -131,7 +143,7 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
                          MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
                          Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows,
                          int64_t first_expert, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down);
+  const Sizes sizes = sizes_of(x, ids, {down});
   const Group group = group_of(numbers);
   require(
       collect({group, sizes.top_k, first_expert, sizes.experts, ints_of(ids), static_cast<float*>(weights.data_ptr())},
@@ -144,7 +156,8 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
                      stream_of(stream)));
     const Rows of{sizes, p, stream};
     const Pull pull = pull_of(numbers, group, sizes, x, false);
-    experts(of, {up, down, layout, transposed, activation}, up_bias, down_bias, x, h, a, rows, &pull);
+    const Block block = block_of(of, up, {down}, layout, transposed, activation);
+    experts(of, block, up_bias, down_bias, x, h, a, rows, &pull);
     push(of, numbers, group, rows, &weights);
     end.error = p.error;
     end.count = p.rows;
@@ -156,9 +169,9 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
 void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
                     const Tensor& dh, const Tensor& a, const Tensor& dscore, const MaybeTensor& ddown,
                     const Pull* pull = nullptr) {
-  require(down_grad({of.sizes, dtype_of(dy), layout_of(block.layout), block.transposed, activation_of(block.activation),
-                     of.plan, dy.data_ptr(), block.down.data_ptr(), h.data_ptr(), weights.data_ptr(), dtype_of(weights),
-                     dh.data_ptr(), a.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
+  require(down_grad({of.sizes, dtype_of(dy), block.layout, block.transposed, block.activation, of.plan, dy.data_ptr(),
+                     block.weights.down, h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data_ptr(),
+                     a.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
                     stream_of(of.stream)));
   if (ddown)
     outer({a.data_ptr(), of.sizes.inner, of.sizes.inner, 0, dy}, block.transposed, of.sizes, of.plan, *ddown, 3,
@@ -169,11 +182,11 @@ void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const 
 void up_gradients(const Rows& of, const Block& block, const Tensor& dh, const Tensor& rows) {
   require(up_grad({of.sizes,
                    dtype_of(dh),
-                   layout_of(block.layout),
+                   block.layout,
                    block.transposed,
                    of.plan,
                    dh.data_ptr(),
-                   {data_of(block.up, 0), data_of(block.up, 1)},
+                   {block.weights.up[0], block.weights.up[1]},
                    rows.data_ptr(),
                    0,
                    of.sizes.hidden},
@@ -190,13 +203,13 @@ void up_weight_gradients(const Rows& of, const Block& block, const Tensor& dh, c
 
 // The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
 // activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
-void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
+void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, int64_t layout,
                  bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan, Tensor dh,
                  Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights, Tensors dup, MaybeTensor ddown,
                  int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down);
   const Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
-  const Block block{up, down, layout, transposed, activation};
+  const Block block = block_of(of, up, down, layout, transposed, activation);
   STD_TORCH_CHECK(scratch.numel() >= sizes.slots() * std::max(sizes.hidden, sizes.inner),
                   "mok-compile, sm90 engine: backward needs more room");
   require(replan(sizes, of.plan, stream_of(stream)));
@@ -223,11 +236,11 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
                           Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
                           MaybeTensor ddown, bool ends, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down);
+  const Sizes sizes = sizes_of(x, ids, {down});
   const Group group = group_of(numbers);
   Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
   of.plan.room = dh.size(0);
-  const Block block{up, down, layout, transposed, activation};
+  const Block block = block_of(of, up, {down}, layout, transposed, activation);
   STD_TORCH_CHECK(scratch.numel() >= of.plan.room * std::max(sizes.hidden, sizes.inner),
                   "mok-compile, sm90 engine: backward needs more room");
   require(replan(sizes, of.plan, stream_of(stream)));
@@ -251,15 +264,15 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def("sort_scratch(int tokens, int experts, int top_k) -> int");
   m.def("score_rows(int inner) -> int");
   m.def(
-      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, Tensor? down_bias, "
+      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor? down_bias, "
       "int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!) order, "
       "Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, int stream) -> ()");
   m.def(
-      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, Tensor? down_bias, "
+      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor? down_bias, "
       "int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, Tensor(d!) a, "
       "Tensor(e!) rows, int stream) -> ()");
   m.def(
-      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
+      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
       "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
       "Tensor(i!)? ddown, int stream) -> ()");

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -48,8 +50,60 @@ inline Activation activation_of(const Doubles& v) {
   return {int(v[0]), v[1] != 0, float(v[2]), float(v[3]), float(v[4]), float(v[5]), float(v[6]), float(v[7])};
 }
 
-inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down) {
-  return {x.size(0), x.size(1), down.size(2), down.size(0), ids.size(1)};
+// `down` is one tensor [E, H, I] or E of [H, I].
+inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensors& down) {
+  const bool stacked = down[0].dim() == 3;
+  return {x.size(0), x.size(1), down[0].size(stacked ? 2 : 1), stacked ? down[0].size(0) : int64_t(down.size()),
+          ids.size(1)};
+}
+
+// The weights of a block as the kernels read them.
+struct Weights {
+  Weight up[2], down;
+  Places places;
+  bool scattered;  // whether the places are not 0, 1, 2, ...
+};
+
+// One tensor [E, out, in] (or [E, in, out] in memory) or E matrices, whose strides are alike: the callers see to that.
+inline Weight weight_of(const Tensor* tensors, int64_t experts, bool transposed, int* places) {
+  const Tensor& first = tensors[0];
+  const int64_t dims = first.dim(), pitch = first.stride(transposed ? dims - 1 : dims - 2);
+  if (dims == 3) return {first.data_ptr(), pitch, 2 * (experts > 1 ? first.stride(0) : pitch), experts, nullptr};
+  std::vector<uint64_t> at(experts);
+  for (int64_t e = 0; e < experts; ++e) at[e] = reinterpret_cast<uint64_t>(tensors[e].data_ptr());
+  const auto [low, high] = std::minmax_element(at.begin(), at.end());
+  uint64_t unit = 0;
+  for (const uint64_t a : at) unit = std::gcd(unit, a - *low);
+  if (unit == 0) unit = 2 * pitch;  // all are the same one
+  const uint64_t last = (*high - *low) / unit;
+  STD_TORCH_CHECK(unit < uint64_t(1) << 40 && last < uint64_t(1) << 31,
+                  "mok-compile, sm90 engine: weights lie too far apart");
+  for (int64_t e = 0; e < experts; ++e) places[e] = int((at[e] - *low) / unit);
+  return {reinterpret_cast<const void*>(*low), pitch, int64_t(unit), int64_t(last) + 1, nullptr};
+}
+
+// `up` (gate, then up, where they are separate) and `down` are tensors for all experts or as many for each. `plan`:
+// from which the kernels read the places, see tell_places(), or null.
+inline Weights weights_of(const Tensors& up, const Tensors& down, const Sizes& sizes, Layout layout, bool transposed,
+                          const Plan* plan) {
+  const int64_t experts = sizes.experts;
+  const bool separate = layout == Layout::kSeparate, lists = down[0].dim() == 2;
+  const size_t each = lists ? size_t(experts) : 1;
+  STD_TORCH_CHECK(experts <= kMaxExperts && down.size() == each && up.size() == (separate ? 2 : 1) * each,
+                  "mok-compile, sm90 engine: a number of weights that is not that of the experts");
+  Weights found;
+  const Tensor* const banks[] = {up.data(), up.data() + (separate ? each : 0), down.data()};
+  Weight* const weights[] = {&found.up[0], &found.up[1], &found.down};
+  found.scattered = false;
+  for (int i = 0; i < Places::kWeights; ++i) {
+    int* const places = found.places.at[i];
+    *weights[i] = weight_of(banks[i], experts, transposed, places);
+    if (!lists) continue;
+    for (int64_t e = 0; e < experts; ++e) found.scattered |= places[e] != e;
+  }
+  if (found.scattered && plan)
+    for (int i = 0; i < Places::kWeights; ++i) weights[i]->places = plan->places + i * experts;
+  return found;
 }
 
 inline Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes) {

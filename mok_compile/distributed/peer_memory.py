@@ -304,7 +304,7 @@ def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, boo
         ops.check(x, ids, weights, *lists, call.spec)
     except (TypeError, ValueError) as error:
         return str(error), False
-    transposed = sm90.storage(up, down) if expected else False
+    transposed = sm90.storage(up, down[0]) if expected else False
     if isinstance(transposed, str):
         return f'{transposed}; transport="collectives" takes them as they are', False
     return None, transposed

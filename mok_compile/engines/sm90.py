@@ -10,7 +10,8 @@ import torch
 from mok_compile import build
 from mok_compile.activation import GatedForm, gated_form
 from mok_compile.engines import Problem, get, warn_once
-from mok_compile.grouped import empty_as, grouped_sum
+from mok_compile.grouped import Bank, empty_as, grouped_sum
+from mok_compile.reference import Experts
 from mok_compile.spec import ExpertsSpec
 
 # In the order of `Layout` and `Activation::Kind` in csrc/cuda/sm90/arguments.h.
@@ -45,23 +46,23 @@ class Sm90:
         return reason
 
     def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
-        transposed = _ready(x, ids, weights, up, down, spec)
+        experts = Experts.of(up, down, up_bias, down_bias, spec)
+        transposed = _ready(x, ids, weights, down, experts, spec)
         if transposed is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
         ops = torch.ops.mok_sm90
-        ids, weights = ids_of(ids), weights.contiguous()
+        ids, weights, num_experts, inner = ids_of(ids), weights.contiguous(), len(experts), down[0].shape[-1]
         if spec.weight_on == "input":
-            x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
-        x, up_bias, down_bias = aligned(x), [aligned(b) for b in up_bias], [aligned(b) for b in down_bias]
+            x, weights = _weighted(x, ids, weights, num_experts), torch.ones_like(weights)
+        x, up_bias, down_bias = aligned(x), *_biases(experts)
         (tokens, hidden), slots = x.shape, ids.numel()
-        num_experts, _, inner = down[0].shape
         y = x.new_empty(x.shape, dtype=spec.dtype)
         h = x.new_empty(slots, 2 * inner if spec.gated else inner) if save else None
         order, offsets = int32(x, slots), int32(x, num_experts)
         if slots == 0:
             return y, h, order, offsets.zero_()
         a, rows = x.new_empty(slots, inner), x.new_empty(slots + 1, hidden)
-        operands = (x, ids, weights, up, down[0], up_bias, down_bias[0] if down_bias else None)
+        operands = (x, ids, weights, up, down, up_bias, down_bias)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             if not save and not transposed and _few(*ids.shape, num_experts):
@@ -74,7 +75,8 @@ class Sm90:
         return y, h, order, offsets
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
-        transposed = _ready(x, ids, weights, up, down, spec)
+        experts = Experts.of(up, down, up_bias, down_bias, spec)
+        transposed = _ready(x, ids, weights, down, experts, spec)
         if transposed is None or ids.numel() == 0:
             return get("portable").backward(
                 dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
@@ -83,41 +85,44 @@ class Sm90:
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
         ids, h, dy, weights = ids_of(ids), aligned(h), aligned(dy.to(x.dtype)), weights.contiguous()
         routed, on_input = (x, weights), spec.weight_on == "input"
+        num_experts, (hidden, inner) = len(experts), down[0].shape[-2:]
         if on_input:
-            x, weights = _weighted(x, ids, weights, down[0].shape[0]), torch.ones_like(weights)
+            x, weights = _weighted(x, ids, weights, num_experts), torch.ones_like(weights)
         x = aligned(x)
-        num_experts, hidden, inner = down[0].shape
         slots, top_k = ids.numel(), ids.shape[1]
         plan = int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
         dh = torch.empty_like(h)
         score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
         dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
         dweights = torch.empty_like(weights) if need_weights and not on_input else None
-        down_grads = [empty_as(w) for w in down] if need_down else []
-        up_grads = [empty_as(w) for w in up] if need_up else []
+        down_grad = _empty_gradient(experts.down, transposed) if need_down else None
+        up_grads = [_empty_gradient(bank, transposed) for bank in experts.up] if need_up else []
         # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
         room = slots * max(hidden, inner)
         scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             how = (layout, transposed, activation)
-            grads = (dx, dweights, up_grads, down_grads[0] if need_down else None)
+            grads = (dx, dweights, up_grads, down_grad)
             saved = (h, order, offsets)
-            ops.backward(dy, x, ids, weights, up, down[0], *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
+            ops.backward(dy, x, ids, weights, up, down, *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
         del scratch
-        bias_grads = []
+        of_experts = [*up_grads, *([down_grad] if need_down else [])]
+        up_bias, down_bias = _biases(experts)
         if need_up_bias:
             for b, part in zip(up_bias, dh.chunk(len(up_bias), 1), strict=True):
-                bias_grads += grouped_sum(part, offsets, b)
+                of_experts += grouped_sum(part, offsets, b)
         if need_down_bias:
             slot = order.long()
             dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
-            bias_grads += grouped_sum(dout.to(x.dtype), offsets, down_bias[0])
-        if dweights is not None and down_bias:
-            dweights += bias_score(dy, ids, down_bias[0]).to(dweights.dtype)
+            of_experts += grouped_sum(dout.to(x.dtype), offsets, down_bias)
+        if dweights is not None and down_bias is not None:
+            dweights += bias_score(dy, ids, down_bias).to(dweights.dtype)
         if on_input:
             dx, dweights = _unweighted(dx, *routed, ids, num_experts, need_x, need_weights)
-        return [*(g for g in (dx, dweights) if g is not None), *up_grads, *down_grads, *bias_grads]
+        if isinstance(experts.down, list):
+            of_experts = [part for grad in of_experts for part in _parts(grad)]
+        return [*(g for g in (dx, dweights) if g is not None), *of_experts]
 
 
 def _few(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -125,6 +130,33 @@ def _few(tokens: int, top_k: int, num_experts: int) -> bool:
     for every 8 of its rows: once, for up to 8 tokens, and seldom twice where experts have 4 rows on average. With more
     slots the other path was as fast or faster on an H200 (docs/kernels/sm90.md)."""
     return tokens * top_k <= (64 if tokens <= 8 else min(32, 4 * num_experts))
+
+
+def _biases(experts: Experts) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The biases, one tensor for all experts each. Those of lists are copied, which is little."""
+
+    def stacked(bias: Bank) -> torch.Tensor:
+        return aligned(bias) if isinstance(bias, torch.Tensor) else torch.stack(bias)
+
+    down_bias = None if experts.down_bias is None else stacked(experts.down_bias)
+    return [stacked(b) for b in experts.up_bias], down_bias
+
+
+def _empty_gradient(bank: Bank, transposed: bool) -> torch.Tensor:
+    """A bank's gradient, one tensor for all experts, stored as the weights are. Of a list each expert gets its part of
+    it: the kernels write one tensor, which is scratch before that, and all parts come and go together."""
+    if isinstance(bank, torch.Tensor):
+        return empty_as(bank)
+    out, inner = bank[0].shape
+    return bank[0].new_empty(len(bank), inner, out).mT if transposed else bank[0].new_empty(len(bank), out, inner)
+
+
+def _parts(grad: torch.Tensor) -> list[torch.Tensor]:
+    """A gradient's part for each expert. Autograd does not take them for views: a change of one would count as a change
+    of all."""
+    if grad.is_contiguous():
+        return list(torch.unsafe_split(grad.flatten(0, 1), grad.shape[1]))
+    return [part.mT for part in _parts(grad.mT)]
 
 
 def _weight_rows(ids, weights, num_experts):
@@ -168,8 +200,6 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
         return f"it has no kernels for the {spec.layout} layout yet"
     if spec.weight_on != "output" and problem.top_k != 1:
         return f"with routing weights on the input it takes one expert per token, not {problem.top_k}"
-    if not problem.stacked:
-        return "it needs the experts' weights stacked in one tensor"
     if problem.hidden % 8 or problem.intermediate % 8:
         return f"hidden and expert size must be multiples of 8, not {problem.hidden} and {problem.intermediate}"
     if problem.num_experts > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
@@ -180,13 +210,13 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
     return None
 
 
-def _ready(x, ids, weights, up, down, spec) -> bool | None:
+def _ready(x, ids, weights, down, experts, spec) -> bool | None:
     """Whether the weights are stored as [E, in, out] instead of [E, out, in]; None where the kernels cannot run: that
     depends on how the weights lie in memory and on the number of tokens, and the graph may come from elsewhere."""
     reason = _unsupported(spec, Problem.of(x, ids, weights, down))
     transposed = False
     if reason is None:
-        found = storage(up, down)
+        found = storage(experts.up, experts.down)
         reason, transposed = (found, False) if isinstance(found, str) else (None, found)
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
@@ -201,15 +231,42 @@ def _ready(x, ids, weights, up, down, spec) -> bool | None:
     return transposed
 
 
-def storage(up, down) -> bool | str:
+def storage(up: list[Bank], down: Bank) -> bool | str:
     """Whether the weights are stored as [E, in, out] instead of [E, out, in], or why the kernels cannot read them."""
-    tensors, transposed = (*up, *down), False
-    if not all(w.is_contiguous() for w in tensors):
-        transposed = all(w.mT.is_contiguous() for w in tensors)
-        if not transposed:
-            return "it needs all weights stored as [experts, out, in], or all as [experts, in, out], without gaps"
-    if any(w.data_ptr() % 16 for w in tensors):
-        return "it needs weights that start at a multiple of 16 bytes"
+    banks = [[bank] if isinstance(bank, torch.Tensor) else bank for bank in (*up, down)]
+    orders = {_order(bank) for bank in banks}
+    if None in orders or len(orders) > 1:
+        return "it needs all weights stored as [experts, out, in], or all as [experts, in, out], in rows of 16 bytes"
+    for bank in banks:
+        addresses = list(map(torch.Tensor.data_ptr, bank))
+        if math.gcd(*addresses) % 16:
+            return "it needs weights that start at a multiple of 16 bytes"
+        # The distance of two experts is at most a number of 31 bits times one of 40 bits, that divides all distances:
+        # `Weight` in csrc/cuda/sm90/arguments.h.
+        low, far = min(addresses), max(addresses) - min(addresses)
+        if far >= 16 << 31 and far >= min(math.gcd(*(a - low for a in addresses)) << 31, 1 << 40):
+            return "it needs weights that lie closer together in memory"
+    return orders.pop()
+
+
+def _order(bank: list[torch.Tensor]) -> bool | None:
+    """Whether matrices are stored as [in, out] instead of [out, in]; None where the kernels cannot read them: matrices
+    may lie anywhere, but their rows must have one distance, in multiples of 16 bytes."""
+    first = bank[0]
+    if len(bank) == 1 and first.is_contiguous():
+        return False
+    strides = {*map(torch.Tensor.stride, bank)}
+    if len(strides) > 1:
+        return None
+    *between, pitch, step = strides.pop()
+    (rows, columns), transposed = first.shape[-2:], step != 1
+    if transposed:
+        pitch, step, rows, columns = step, pitch, columns, rows
+    if step != 1 or pitch % 8 or pitch < columns:
+        return None
+    # The experts of a stack must not lie inside of each other: in a gradient with such strides they would as well.
+    if first.dim() == 3 and first.shape[0] > 1 and (between[0] % 8 or between[0] < rows * pitch):
+        return None
     return transposed
 
 

@@ -6,6 +6,7 @@ import torch
 from mok_compile import reference
 from mok_compile.engines import get
 from mok_compile.engines import sm90 as sm90_module
+from mok_compile.grouped import empty_as
 from mok_compile.reference import Experts
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -302,12 +303,230 @@ def test_the_storage_of_weights_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(grads, plain.backward(engine, saved), strict=True))
 
 
-def test_weights_with_gaps_run_on_the_portable_engine():
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_with_gaps(tokens, transposed):
+    block = Block(tokens, 264, 200, 8, 2, transposed=transposed)
+    results = everything(block)
+
+    def with_gaps(w):
+        """Matrices and rows that lie further apart."""
+        w = w.mT if transposed else w
+        room = w.new_full((w.shape[0], w.shape[1] + 3, w.shape[2] + 8), float("nan"))
+        room[:, : w.shape[1], : w.shape[2]] = w
+        found = room[:, : w.shape[1], : w.shape[2]]
+        return found.mT if transposed else found
+
+    block.up, block.down = ([with_gaps(w) for w in ws] for ws in (block.up, block.down))
+    assert sm90_module.storage(block.up, block.down[0]) is transposed
+    assert_same(everything(block), results)
+
+
+def test_mixed_storage_runs_on_the_portable_engine():
     block = Block(10, 64, 64, 4, 2)
-    block.down = [torch.cat([block.down[0]] * 2, 2)[:, :, :64]]
+    block.down = [block.down[0].mT.contiguous().mT]
     y, *saved = block.forward(engine)
     assert torch.equal(y, block.forward(portable)[0])
     block.backward(engine, saved)
+
+
+def everything(block):
+    """What a block gives: y where nothing is saved; y, h, order, offsets; gradients, those of lists stacked."""
+    poison()
+    y, *saved = block.forward(engine)
+    grads = block.backward(engine, saved)
+    found = [block.forward(engine, save=False)[0], y, *saved, *grads[:2]]
+    at, size = 2, len(block.down)
+    for tensors, need in zip((block.up, block.down, block.up_bias, block.down_bias), block.needs[2:], strict=True):
+        for i in range(0, len(tensors) if need else 0, size):
+            part = grads[at : at + size]
+            assert [g.stride() for g in part] == [empty_as(t).stride() for t in tensors[i : i + size]]
+            found.append(part[0] if block.down[0].dim() == 3 else torch.stack(part))
+            at += size
+    assert at == len(grads)
+    return found
+
+
+def assert_same(found, expected):
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()), i
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), i
+
+
+def scattered(matrices):
+    """The same matrices in memory of their own, in another order and with gaps."""
+    found, gaps = [None] * len(matrices), []
+    for e in torch.randperm(len(matrices), generator=torch.Generator().manual_seed(7)).tolist():
+        found[e] = matrices[e].clone(memory_format=torch.preserve_format)
+        gaps.append(torch.empty(512 * (e % 3 + 1), dtype=torch.uint8, device="cuda"))
+    return found
+
+
+def in_one_buffer(matrices):
+    """The same matrices in one buffer, each at some multiple of 16 bytes."""
+    order = torch.randperm(len(matrices), generator=torch.Generator().manual_seed(8)).tolist()
+    gaps = [8 * (i * i % 5 + 1) for i in range(len(matrices))]
+    size = matrices[0].numel()
+    buffer = matrices[0].new_full((sum(gaps) + len(gaps) * size,), float("nan"))
+    found, at = [None] * len(matrices), 0
+    for e, gap in zip(order, gaps, strict=True):
+        at += gap
+        found[e] = torch.as_strided(buffer, matrices[e].shape, matrices[e].stride(), at)
+        found[e].copy_(matrices[e])
+        at += size
+    return found
+
+
+def listed(block, place=scattered):
+    """The block with a tensor for each expert instead of stacked ones."""
+    for name in ("up", "down", "up_bias", "down_bias"):
+        stacks = getattr(block, name)
+        setattr(block, name, [t for stack in stacks for t in place(list(stack.unbind(0)))])
+    return block
+
+
+LISTED = [
+    *({"sizes": (tokens, 256, 192, 8, 2)} for tokens in (1, 3, 64, 300)),
+    {"sizes": (257, 8, 8, 3, 3)},
+    {"sizes": (257, 1000, 328, 16, 3)},
+    {"sizes": (100, 136, 1032, 1, 1)},
+    {"sizes": (1, 136, 1032, 1, 1)},
+    {"sizes": (70, 64, 64, 512, 16)},
+    {"sizes": (1, 64, 64, 1023, 32)},
+    {"sizes": (5, 64, 64, 1023, 32)},
+    *({"sizes": (tokens, 512, 264, 16, 4), "routing": r} for r in ("one", "idle", "none") for tokens in (5, 501)),
+    *(
+        {"sizes": (tokens, 520, 200, 8, 2), "layout": layout, "activation": activation, "bias": bias, "transposed": t}
+        for tokens in (2, 200)
+        for layout, activation in (
+            ("concat", SILU),
+            ("separate", SILU),
+            ("separate", OSS),
+            ("interleaved", OSS),
+            ("single", "square(relu(up))"),
+        )
+        for bias in (False, True)
+        for t in (False, True)
+    ),
+    *(
+        {"sizes": (tokens, 264, 136, 8, 2), "layout": "separate", "dtype": torch.float16, "transposed": t}
+        for tokens in (2, 300)
+        for t in (False, True)
+    ),
+    {"sizes": (300, 264, 136, 8, 1), "layout": "separate", "weight_on": "input", "routing": "sentinel"},
+    {"sizes": (40, 2048, 768, 128, 8), "layout": "separate"},
+]
+
+
+@pytest.mark.parametrize("place", [scattered, in_one_buffer, list], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", LISTED, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_a_tensor_per_expert_has_the_bits_of_stacked_weights(case, place):
+    case = dict(case)
+    block = Block(*case.pop("sizes"), **case)
+    expected = everything(block)
+    listed(block, place)
+    assert sm90_module.storage(*lists_of(block)) is case.get("transposed", False)
+    assert_same(everything(block), expected)
+
+
+def lists_of(block):
+    """The banks of up and that of down."""
+    experts = Experts.of(block.up, block.down, [], [], block.spec)
+    return experts.up, experts.down
+
+
+def test_one_tensor_for_two_experts():
+    block = Block(50, 256, 192, 4, 2, layout="separate")
+    for w in (*block.up, *block.down):
+        w[2] = w[1]
+    expected = everything(block)
+    listed(block)
+    for first in (0, 4):
+        block.up[first + 2] = block.up[first + 1]
+    block.down[2] = block.down[1]
+    assert_same(everything(block), expected)
+
+
+def test_lists_that_run_on_the_portable_engine():
+    def moved(w):
+        """From a multiple of 16 bytes to two bytes further."""
+        return torch.cat([w.new_zeros(1), w.flatten()])[1:].view(w.shape)
+
+    for change in (moved, lambda w: w.mT.contiguous().mT):
+        block = listed(Block(50, 256, 192, 4, 2))
+        block.up[1] = change(block.up[1])
+        y, *saved = block.forward(engine)
+        assert torch.equal(y, block.forward(portable)[0])
+        for a, b in zip(block.backward(engine, saved), block.backward(portable, saved), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_graphs_of_lists(tokens):
+    block = listed(Block(tokens, 256, 192, 8, 2, layout="separate"))
+    everything(block)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        few = block.forward(engine, save=False)[0]
+        y, *saved = block.forward(engine)
+        grads = block.backward(engine, saved)
+    for seed in (1, 2):
+        other = listed(Block(tokens, 256, 192, 8, 2, layout="separate", seed=seed))
+        for name in ("x", "ids", "weights", "dy"):
+            getattr(block, name).copy_(getattr(other, name))
+        for name in ("up", "down"):
+            for a, b in zip(getattr(block, name), getattr(other, name), strict=True):
+                a.copy_(b)
+        graph.replay()
+        fresh = block.forward(engine)
+        assert torch.equal(y, fresh[0]) and torch.equal(few, fresh[0])
+        assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, fresh[1:]), strict=True))
+
+
+def test_gradients_of_lists_as_autograd_and_optimizers_take_them():
+    from mok_compile import ops  # noqa: F401  registers the ops
+
+    block = Block(300, 256, 192, 8, 2, layout="separate")
+    saved = block.forward(engine)[1:]
+    grads = block.backward(engine, saved)[2:]
+    stacks = [t.clone().requires_grad_() for t in (*block.up, *block.down)]
+    listed(block)
+    leaves = [t.requires_grad_() for t in (*block.up, *block.down)]
+
+    def run():
+        return torch.ops.mok.experts(*block.operands, block.spec.to_json(), "sm90")[0]
+
+    for times in (1, 2):
+        run().backward(block.dy)
+        for i, stack in enumerate(grads):
+            for grad, leaf in zip((times * stack).unbind(0), leaves[8 * i : 8 * i + 8], strict=True):
+                assert torch.equal(leaf.grad, grad)
+    leaves[0].grad.zero_()
+    assert torch.equal(leaves[1].grad, 2 * grads[0][1])
+    for stack, grad in zip(stacks, grads, strict=True):
+        stack.grad = grad
+    for leaf in leaves:
+        leaf.grad = None
+    run().backward(block.dy)
+    for parameters in (leaves, stacks):
+        torch.optim.AdamW(parameters, lr=0.1).step()
+    for i, stack in enumerate(stacks):
+        assert torch.equal(torch.stack(leaves[8 * i : 8 * i + 8]), stack)
+
+
+def test_lists_take_no_more_memory():
+    def peak(block):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = block.backward(engine, block.forward(engine)[1:])
+        del grads
+        return torch.cuda.max_memory_allocated() - before
+
+    block = Block(2048, 1024, 512, 32, 4, layout="separate")
+    stacked = peak(block)
+    assert peak(listed(block)) <= stacked + (1 << 20)
 
 
 def test_graph_capture():

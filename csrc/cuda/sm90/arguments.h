@@ -29,6 +29,23 @@ inline bool is_plain_silu(const Activation& f) {
          f.up_min == -kNone && f.up_max == kNone && f.up_offset == 0.0f;
 }
 
+constexpr int kMaxExperts = 1023;
+
+// A weight of all experts: matrices of 16-bit elements, their rows `pitch` elements apart, wherever they are. That of
+// expert e begins place(e) * unit bytes after `data`, the lowest of their addresses; `unit` divides all distances, so
+// that a place is a coordinate of a tensor map: `ends` of them, at most 2^31.
+struct Weight {
+  const void* data;
+  int64_t pitch, unit, ends;
+  const int* places;  // [E] on the device; null: place(e) = e
+};
+
+// The places of a block's weights: of up (two, where gate and up are separate) and of down.
+struct Places {
+  static constexpr int kWeights = 3, kDown = 2;
+  int at[kWeights][kMaxExperts];
+};
+
 struct Group;  // see exchange.h
 struct Pull;
 
@@ -56,6 +73,7 @@ struct Plan {
   int* token;          // [S] token of each sorted position
   int* rows;           // 1: sorted rows that have an expert
   int* landed;         // [S / kChunk] units of each chunk of sorted rows whose tokens were pulled, see exchange.h
+  int* places;         // [Places::kWeights][E] of weights whose places are not 0, 1, 2, ...
   int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
 
   static int64_t max_blocks(const Sizes& n) {
@@ -63,7 +81,9 @@ struct Plan {
     return slots / kBlockRows + (slots < n.experts ? slots : n.experts);
   }
   // Size of the scratch in ints.
-  static int64_t scratch(const Sizes& n) { return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()); }
+  static int64_t scratch(const Sizes& n) {
+    return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
+  }
   // Sorted rows are pulled in units, and looked at in chunks.
   static constexpr int kChunk = 32, kUnits = 4;
   static int64_t chunks(int64_t rows) { return (rows + kChunk - 1) / kChunk; }
@@ -80,6 +100,7 @@ struct Plan {
     plan.position = plan.done + max_blocks(n);
     plan.token = plan.position + n.slots();
     plan.landed = plan.token + n.slots();
+    plan.places = plan.landed + chunks(n.slots());
     plan.room = n.slots();
     return plan;
   }
@@ -104,6 +125,9 @@ const char* schedule(const ScheduleArguments& arguments, void* stream);
 // Fills the plan from order and offsets.
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream);
 
+// Copies the experts' places to the plan.
+const char* tell_places(const Sizes& sizes, const Plan& plan, const Places& places, void* stream);
+
 // `transposed`, here and below: the weights are stored as [E, in, out] instead of [E, out, in].
 //
 // rows[r] = down(activation(up(x[token of r]))) for every sorted row r; a [S, I] is scratch, h [S, N] may be null.
@@ -115,8 +139,8 @@ struct ForwardArguments {
   Activation activation;
   Plan plan;
   const void* x;
-  const void* up[2];
-  const void* down;
+  Weight up[2];
+  Weight down;
   const void* up_bias[2];  // null: none
   const void* down_bias;   // null: none
   void* h;
@@ -138,8 +162,9 @@ struct DecodeArguments {
   Dtype ids_dtype;
   const void* weights;
   Dtype weights_dtype;
-  const void* up[2];
-  const void* down;
+  Weight up[2];
+  Weight down;
+  const Places* places;    // on the host; null: place(e) = e
   const void* up_bias[2];  // null: none
   const void* down_bias;   // null: none
   void* y;
@@ -161,7 +186,7 @@ struct DownGradArguments {
   Activation activation;
   Plan plan;
   const void* dy;
-  const void* down;
+  Weight down;
   const void* h;
   const void* weights;
   Dtype weights_dtype;
@@ -181,7 +206,7 @@ struct UpGradArguments {
   bool transposed;
   Plan plan;
   const void* dh;
-  const void* up[2];
+  Weight up[2];
   void* rows;
   int64_t first_column, columns;
 };

@@ -19,6 +19,7 @@
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
 #include "activation.cuh"
+#include "arguments.h"
 #include "number.cuh"
 
 namespace mok::sm90 {
@@ -45,10 +46,19 @@ struct alignas(1024) DecodeMemory {
 };
 constexpr int kRowsHere = 232448 - int(sizeof(DecodeMemory));  // bytes left for the rows of down
 
+// The places of the experts, see Weight. A kernel's parameters may have 32764 bytes.
+struct InOrder {
+  __device__ __forceinline__ int place(int, int expert) const { return expert; }
+};
+struct Scattered {
+  Places places;
+  __device__ __forceinline__ int place(int weight, int expert) const { return places.at[weight][expert]; }
+};
+
 // One of the two products.
 template <class T>
 struct Product {
-  CUtensorMap maps[2];  // of the weight as [E, halves, groups, rows, columns]; two where each half has its own tensor
+  CUtensorMap maps[2];  // of the weight as [ends, halves, groups, rows, columns]; two where each half has its own
   bool apart;           // it has
   int box_halves, box_groups;  // of a stage, that come with one instruction
   const T* bias[2];            // of rows 0 to 7 and 8 to 15 of tile 0; null: none
@@ -64,7 +74,8 @@ struct Product {
   }
 
   // Asks for a stage of a tile from k on. What does not exist comes as zeros.
-  __device__ __forceinline__ void ask(uint32_t to, int expert, int column_tile, int k, uint32_t barrier) const {
+  __device__ __forceinline__ void ask(uint32_t to, const int (&place)[2], int column_tile, int k,
+                                      uint32_t barrier) const {
     const bool whole = box_groups > 1;  // then K is counted in groups
     const int row = step == 8 ? column_tile * 8 : 0, first = step == 8 ? 0 : column_tile * 2;
 #pragma unroll 1
@@ -72,8 +83,8 @@ struct Product {
 #pragma unroll 1
       for (int group = 0; group < kGroups; group += box_groups)
         ptx::copy_box(to + (half * kGroups + group) * kBoxBytes, maps + (apart ? half : 0),
-                      whole ? 0 : k + group * kGroup, row, whole ? k / kGroup : 0, first + (apart ? 0 : half), expert,
-                      barrier);
+                      whole ? 0 : k + group * kGroup, row, whole ? k / kGroup : 0, first + (apart ? 0 : half),
+                      apart && half ? place[1] : place[0], barrier);
   }
 };
 
@@ -122,23 +133,24 @@ struct Tile {
   int column;  // column tile
 };
 
-template <class T>
+template <class T, class Order>
 struct Decode {
   // Numbers of tiles: of up block by block, then those of this CTA's columns of down, column by column.
   static constexpr int kDown = 1 << 30, kNone = 0x7FFFFFFF;
 
   const DecodeParams<T>& p;
+  const Order& order;
   DecodeMemory& t;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Asked for next: a stage of `tile`, of which `left` along K is still to come.
-  int ask_stage = 0, tile = 0, left = 0, expert = 0, column = 0;
+  int ask_stage = 0, tile = 0, left = 0, place[2] = {0, 0}, column = 0;
   int next_tile;  // of up, in lane 0
   // Multiplied next.
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ Decode(const DecodeParams<T>& params, DecodeMemory& shared)
-      : p(params), t(shared), next_tile(warp * gridDim.x + blockIdx.x) {}
+  __device__ __forceinline__ Decode(const DecodeParams<T>& params, const Order& experts, DecodeMemory& shared)
+      : p(params), order(experts), t(shared), next_tile(warp * gridDim.x + blockIdx.x) {}
 
   __device__ __forceinline__ volatile int* failed() const { return &t.failed; }
   __device__ __forceinline__ Block block(int b) const { return {t.blocks[b]}; }
@@ -250,9 +262,11 @@ struct Decode {
       }
     }
     const Tile at = locate(tile);
-    expert = at.block.expert();
+    const bool down = tile >= kDown;
+    place[0] = order.place(down ? Places::kDown : 0, at.block.expert());
+    place[1] = order.place(1, at.block.expert());
     column = at.column;
-    left = p.product[tile >= kDown].depth;
+    left = p.product[down].depth;
   }
 
   // Asks for the next stage. Whoever finishes with the last of a tile of up takes another one, which is known by the
@@ -265,7 +279,7 @@ struct Decode {
         const Product<T>& m = p.product[tile >= kDown];
         const uint32_t barrier = ptx::shared_address(t.full + ring(ask_stage));
         ptx::barrier_arrive_expect(barrier, kStageBytes);
-        m.ask(memory(ask_stage), expert, column, m.depth - left, barrier);
+        m.ask(memory(ask_stage), place, column, m.depth - left, barrier);
       }
       left -= kDepth;
       if (left <= 0 && tile < kDown) {
@@ -494,10 +508,11 @@ struct Decode {
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeParams<T> p) {
+template <class T, class Order>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeParams<T> p, const __grid_constant__ Order order) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  Decode<T>(p, *reinterpret_cast<DecodeMemory*>(memory)).run();
+  Decode<T, Order>(p, order, *reinterpret_cast<DecodeMemory*>(memory)).run();
 }
 
 }  // namespace mok::sm90

@@ -8,18 +8,20 @@ namespace {
 template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run(const ForwardArguments& in, void* stream) {
   using Op = Forward<T, kColumns, kPlain, kTransposed>;
-  const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner, experts = in.sizes.experts;
+  const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner;
   const bool separate = in.layout == Layout::kSeparate;
   const bool halves = in.layout == Layout::kConcat;
   const int64_t up_rows = halves || in.layout == Layout::kInterleaved ? 2 * inner : inner;
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
-    const void* const up = in.up[separate ? i : 0];
-    if (const char* error = weight_map(&p.up[i], in.dtype, up, experts, up_rows, hidden, kTransposed, !kTransposed))
+    const Weight& up = in.up[separate ? i : 0];
+    if (const char* error = weight_map(&p.up[i], in.dtype, up, up_rows, hidden, kTransposed, !kTransposed))
       return error;
+    p.up_places[i] = up.places;
   }
-  if (const char* error = weight_map(&p.down, in.dtype, in.down, experts, hidden, inner, kTransposed, !kTransposed))
+  if (const char* error = weight_map(&p.down, in.dtype, in.down, hidden, inner, kTransposed, !kTransposed))
     return error;
+  p.down_places = in.down.places;
   if (const char* error = ragged_map(&p.a, in.dtype, in.a, in.sizes.slots(), inner, inner, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;

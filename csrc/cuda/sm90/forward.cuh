@@ -25,6 +25,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     // Boxes of 64 x 96, or 64 x 64 if transposed; where gate and up lie apart, they come from up[0] and up[1].
     CUtensorMap up[2], down;
     CUtensorMap a;  // ragged, boxes of 64 x 128
+    const int *up_places[2], *down_places;
     Plan plan;
     int* error;
     int* ticket;
@@ -48,6 +49,11 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
                ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, steps_of(p.hidden), kWidth)
                : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, steps_of(p.inner), kTileN);
   }
+  static __device__ __forceinline__ void locate(const Params& p, Task& task) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      task.place[i] = place_of(task.kind == kUp ? p.up_places[i] : p.down_places, task.expert);
+  }
 
   struct Boxes {
     // A block's down projection waits for its up projection: for each of the four warps that share each tile's rows.
@@ -66,17 +72,17 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
       const int column = up ? kScale * task.column : task.column, k = step * kTileK;
       const int second = column + (up ? p.second : kTileN / 2);
       const uint32_t to = stage + kBytesA;
-      const CUtensorMap *const first_map = up ? &p.up[0] : &p.down, *const second_map = up ? &p.up[1] : &p.down;
+      const Matrix first{up ? &p.up[0] : &p.down, task.place[0]}, other{up ? &p.up[1] : &p.down, task.place[1]};
       if constexpr (Forward::kSplit) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          ptx::copy_box(to + i * kChunk, first_map, column + i * 64, k, task.expert, barrier);
-          ptx::copy_box(to + (2 + i) * kChunk, second_map, second + i * 64, k, task.expert, barrier);
+          ptx::copy_box(to + i * kChunk, first.map, column + i * 64, k, first.place, barrier);
+          ptx::copy_box(to + (2 + i) * kChunk, other.map, second + i * 64, k, other.place, barrier);
         }
       } else if constexpr (kTransposed) {
-        transposed_boxes(first_map, k, column, task.expert, to, barrier);
+        transposed_boxes(first, k, column, to, barrier);
       } else {
-        straight_boxes(first_map, second_map, k, column, second, task.expert, to, barrier);
+        straight_boxes(first, other, k, column, second, to, barrier);
       }
     }
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,

@@ -9,9 +9,10 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run_down(const DownGradArguments& in, void* stream) {
   using Op = DownGrad<T, kColumns, kPlain, kTransposed>;
   typename Op::Params p{};
-  if (const char* error = weight_map(&p.down, in.dtype, in.down, in.sizes.experts, in.sizes.hidden, in.sizes.inner,
-                                     kTransposed, kTransposed))
+  if (const char* error =
+          weight_map(&p.down, in.dtype, in.down, in.sizes.hidden, in.sizes.inner, kTransposed, kTransposed))
     return error;
+  p.places = in.down.places;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 1;
@@ -51,10 +52,10 @@ const char* run_up(const UpGradArguments& in, void* stream) {
   const int64_t k = both ? 2 * in.sizes.inner : in.sizes.inner;
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
-    const void* const up = in.up[separate ? i : 0];
-    if (const char* error =
-            weight_map(&p.up[i], in.dtype, up, in.sizes.experts, k, in.sizes.hidden, kTransposed, kTransposed))
+    const Weight& up = in.up[separate ? i : 0];
+    if (const char* error = weight_map(&p.up[i], in.dtype, up, k, in.sizes.hidden, kTransposed, kTransposed))
       return error;
+    p.places[i] = up.places;
   }
   const int64_t columns = separate ? 2 * k : k;
   if (const char* error = ragged_map(&p.dh, in.dtype, in.dh, in.sizes.slots(), columns, columns, kTileM)) return error;

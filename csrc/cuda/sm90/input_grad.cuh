@@ -20,6 +20,7 @@ struct DownGrad : Common<> {
 
   struct Params {
     CUtensorMap down;  // boxes of 64 x 64, or 64 x 96 if transposed
+    const int* places;
     Plan plan;
     int* error;
     int* ticket;
@@ -37,17 +38,20 @@ struct DownGrad : Common<> {
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
   }
+  static __device__ __forceinline__ void locate(const Params& p, Task& task) {
+    task.place[0] = place_of(p.places, task.expert);
+  }
 
   struct Boxes {
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return DownGrad::kBytesB; }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
       const int k = step * kTileK;
+      const Matrix down{&p.down, task.place[0]};
       if constexpr (kTransposed) {
-        straight_boxes(&p.down, &p.down, k, task.column, task.column + kTileN / 2, task.expert, stage + kBytesA,
-                       barrier);
+        straight_boxes(down, down, k, task.column, task.column + kTileN / 2, stage + kBytesA, barrier);
       } else {
-        transposed_boxes(&p.down, k, task.column, task.expert, stage + kBytesA, barrier);
+        transposed_boxes(down, k, task.column, stage + kBytesA, barrier);
       }
     }
     static __device__ __forceinline__ void rows(const Params&, const Task&, int, uint32_t, uint32_t) {}
@@ -225,6 +229,7 @@ struct UpGrad : Common<> {
     // Boxes of 64 x 64, or 64 x 96 if transposed; the second for the second part of dh, where gate and up are separate.
     CUtensorMap up[2];
     CUtensorMap dh;  // ragged, boxes of 64 x 128
+    const int* places[2];
     Plan plan;
     int* error;
     int* ticket;
@@ -236,6 +241,10 @@ struct UpGrad : Common<> {
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, p.parts * steps_of(p.part), kTileN);
   }
+  static __device__ __forceinline__ void locate(const Params& p, Task& task) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) task.place[i] = place_of(p.places[i], task.expert);
+  }
 
   struct Boxes {
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return UpGrad::kBytesStage; }
@@ -244,12 +253,12 @@ struct UpGrad : Common<> {
       const int part_steps = steps_of(p.part);
       const bool second = step >= part_steps;
       const int k = (second ? step - part_steps : step) * kTileK;
-      const CUtensorMap* const map = second ? &p.up[1] : &p.up[0];
+      const Matrix up{second ? &p.up[1] : &p.up[0], second ? task.place[1] : task.place[0]};
       const int column = p.first_column + task.column;
       if constexpr (kTransposed) {
-        straight_boxes(map, map, k, column, column + kTileN / 2, task.expert, stage + kBytesA, barrier);
+        straight_boxes(up, up, k, column, column + kTileN / 2, stage + kBytesA, barrier);
       } else {
-        transposed_boxes(map, k, column, task.expert, stage + kBytesA, barrier);
+        transposed_boxes(up, k, column, stage + kBytesA, barrier);
       }
     }
     // Past the end of its part a box meets zeros of the weight.

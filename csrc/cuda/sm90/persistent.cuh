@@ -15,6 +15,8 @@
 //
 // - task(p, ticket): the task of a ticket, Task::none() when there is none.
 //
+// - locate(p, task): fills in `place`. See Common.
+//
 // - Boxes: what the copy engine does, started by one lane: bytes(p, task) per stage, weights(...) and rows(...).
 //
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
@@ -78,6 +80,8 @@ struct Common {
   static constexpr uint32_t kBytesB = kSplit ? 4 * kChunk : kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 
   template <class... A>
+  static __device__ __forceinline__ void locate(const A&...) {}
+  template <class... A>
   static __device__ __forceinline__ void prepare(const A&...) {}
   template <class... A>
   static __device__ __forceinline__ void finish_empty(const A&...) {}
@@ -96,14 +100,17 @@ struct Task {
   int steps;       // along K
   int first_step;  // in the CTA's ring
   int extra;       // chosen by the operation
+  int place[2];    // of the expert in the operation's weights, see Weight; known to warp 0 only
 
-  static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0}; }
+  static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0, {0, 0}}; }
 
   // The same task, known to the compiler to be the same in all lanes: it then keeps it in uniform registers, from which
   // the copy engine takes its operands.
   __device__ __forceinline__ Task uniform() const {
     const auto same = [](int v) { return __shfl_sync(~0u, v, 0); };
-    return {same(kind), same(expert), same(row), same(rows), same(column), same(steps), same(first_step), same(extra)};
+    return {same(kind),       same(expert), same(row),
+            same(rows),       same(column), same(steps),
+            same(first_step), same(extra),  {same(place[0]), same(place[1])}};
   }
 };
 
@@ -169,7 +176,7 @@ struct Ring {
     const uint4 a = ptx::load_shared(task(slot)), b = ptx::load_shared(task(slot) + 16);
     ptx::barrier_arrive(task_empty(slot));
     __syncwarp();
-    return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w)};
+    return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w), {0, 0}};
   }
   // Called by warp 0.
   __device__ __forceinline__ void write_task(int i, const Task& t) const {
@@ -292,6 +299,7 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
   };
   const auto take = [&] {
     Task task = Op::task(p, __shfl_sync(~0u, ticket, 0));
+    Op::locate(p, task);
     task.first_step = steps;
     steps += task.steps;
     draw();

@@ -77,18 +77,29 @@ struct RowGroup {
 enum class Columns { kHalves, kInterleaved, kSingle };
 constexpr bool is_gated(Columns c) { return c != Columns::kSingle; }
 
+// See Weight.
+__device__ __forceinline__ int place_of(const int* places, int expert) {
+  return places ? __ldg(places + expert) : expert;
+}
+
+// A weight's matrix of one expert.
+struct Matrix {
+  const CUtensorMap* map;
+  int place;
+};
+
 // Boxes of a weight's 192 rows from `row` on that are contiguous along K: two of 64 x 96 a stage.
-__device__ __forceinline__ void straight_boxes(const CUtensorMap* first, const CUtensorMap* second, int k, int row,
-                                               int second_row, int expert, uint32_t to, uint32_t barrier) {
-  ptx::copy_box(to, first, k, row, expert, barrier);
-  ptx::copy_box(to + kTileN / 2 * kTileK * 2, second, k, second_row, expert, barrier);
+__device__ __forceinline__ void straight_boxes(const Matrix& first, const Matrix& second, int k, int row,
+                                               int second_row, uint32_t to, uint32_t barrier) {
+  ptx::copy_box(to, first.map, k, row, first.place, barrier);
+  ptx::copy_box(to + kTileN / 2 * kTileK * 2, second.map, k, second_row, second.place, barrier);
 }
 
 // Boxes of a weight [K, N] that is contiguous along N: three of 64 x 64 a stage.
-__device__ __forceinline__ void transposed_boxes(const CUtensorMap* map, int k, int column, int expert, uint32_t to,
-                                                 uint32_t barrier) {
+__device__ __forceinline__ void transposed_boxes(const Matrix& from, int k, int column, uint32_t to, uint32_t barrier) {
 #pragma unroll
-  for (int i = 0; i < kTileN / 64; ++i) ptx::copy_box(to + i * kChunk, map, column + i * 64, k, expert, barrier);
+  for (int i = 0; i < kTileN / 64; ++i)
+    ptx::copy_box(to + i * kChunk, from.map, column + i * 64, k, from.place, barrier);
 }
 
 // Rows [row, row + rows) of a ragged map (see ragged_map): the box's other rows become zero.
@@ -114,7 +125,8 @@ __device__ __forceinline__ Task block_task(const Plan& plan, int num_blocks, int
           (group.backwards ? columns - 1 - column : column) * width,
           steps,
           0,
-          group.first + block};
+          group.first + block,
+          {0, 0}};
 }
 
 template <class T>

@@ -11,7 +11,7 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kSortThreads = 1024, kWarps = kSortThreads / 32;
-constexpr int kMaxExperts = kSortThreads - 1;  // one thread per expert, and one for the slots without
+static_assert(kMaxExperts < kSortThreads, "one thread per expert, and one for the slots without");
 
 __host__ __device__ int sort_grid(int64_t slots) {
   constexpr int kMost = 64;
@@ -156,6 +156,13 @@ __global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int exper
   }
 }
 
+// The places come as a parameter: no copy from the host, which would have to wait or outlive a captured graph.
+__global__ void __launch_bounds__(kSortThreads)
+    places_kernel(const __grid_constant__ Places places, int experts, int* to) {
+  const int weight = blockIdx.x, expert = threadIdx.x;
+  if (expert < experts) to[weight * experts + expert] = places.at[weight][expert];
+}
+
 template <class Id>
 const char* sort(const ScheduleArguments& in, void* stream) {
   const int buckets = int(in.sizes.experts) + 1, shared_bytes = kWarps * buckets * int(sizeof(int));
@@ -180,6 +187,13 @@ int64_t schedule_scratch(const Sizes& sizes) { return sort_grid(sizes.slots()) *
 const char* schedule(const ScheduleArguments& in, void* stream) {
   if (in.sizes.experts > kMaxExperts) return "more experts than the schedule kernel has threads";
   return in.ids_dtype == Dtype::kInt64 ? sort<int64_t>(in, stream) : sort<int32_t>(in, stream);
+}
+
+const char* tell_places(const Sizes& sizes, const Plan& plan, const Places& places, void* stream) {
+  if (sizes.experts > kMaxExperts) return "more experts than there are places for";
+  places_kernel<<<Places::kWeights, kSortThreads, 0, static_cast<cudaStream_t>(stream)>>>(places, int(sizes.experts),
+                                                                                          plan.places);
+  return check(cudaGetLastError());
 }
 
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream) {

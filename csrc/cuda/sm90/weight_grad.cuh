@@ -44,7 +44,8 @@ struct WeightGrad : Common<> {
     const int2 at = raster(ticket - expert * tiles, p.gathered_tiles, p.dense_tiles);
     const int start = expert ? p.plan.offsets[expert - 1] : 0, rows = p.plan.offsets[expert] - start;
     const int row = at.x * kTileM, height = min(kTileM, p.gathered_columns - row);
-    return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start};  // the kind is the expert's rows
+    // The kind is the expert's rows.
+    return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start, {0, 0}};
   }
 
   struct Boxes {
