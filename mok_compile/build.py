@@ -134,7 +134,7 @@ def _sm90() -> Target:
             Source("cuda/exchange_ops.cpp"),
             *(
                 Source(f"cuda/sm90/{n}.cu")
-                for n in ("forward", "decode", "input_grad", "weight_grad", "schedule", "combine", "exchange")
+                for n in ("forward", "decode", "input_grad", "weight_grad", "schedule", "combine", "route", "exchange")
             ),
         ),
         compiler=in_home if os.path.exists(in_home) else shutil.which("nvcc"),

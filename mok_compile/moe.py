@@ -4,7 +4,9 @@
 autograd, AOTAutograd and every mode of torch take it apart. In float32 and float64 the choice of experts is the op
 ``mok::route``, out of every compiler's reach: eager's own kernels run, so that the ids are eager's bit for bit. In 16
 bits, where that is not promised, the router's functions stay visible to the compiler, which fuses them: an opaque op
-would launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype.
+would launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype; one
+with a kernel for few tokens takes ``mok::route_infer``, the whole router without anything for a gradient, where their
+number is known when the graph is made.
 
 Shapes (legend in `mok_compile.spec`): x [T, H], router_x [T, R] (the same tensor in most models), router_weight [E, R],
 router_bias [E]; correction, E numbers of any shape, takes part in the choice alone and gets no gradient; expert_scale
@@ -13,6 +15,10 @@ for whoever reads them, the first two with gradient.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -27,6 +33,10 @@ lib = torch.library.Library("mok", "FRAGMENT")
 lib.define(
     "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str router, str engine)"
     " -> (Tensor logits, Tensor values, Tensor ids)"
+)
+lib.define(
+    "route_infer(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? expert_scale, str router, "
+    "str engine) -> (Tensor logits, Tensor weights, Tensor ids)"
 )
 lib.define(
     "moe(Tensor x, Tensor router_x, Tensor router_weight, Tensor? router_bias, Tensor? correction, "
@@ -70,6 +80,23 @@ def _route_fake(x, weight, bias, correction, router, engine):
     return x.new_empty(x.shape[0], weight.shape[0]), values, x.new_empty(shape, dtype=torch.int64)
 
 
+def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
+    spec = RouterSpec.from_json(router)
+    check(x, weight, bias, correction, spec)
+    operands = (x, weight, bias, correction, expert_scale)
+    with torch._C._DisableAutocast():
+        few = engines.router_tokens(engine, spec, weight) > 0
+        made = engines.get(engine).route_few(*operands, spec) if few else routing.route_and_weigh(*operands, spec)
+    return made.logits, made.weights, made.ids
+
+
+def _route_infer_fake(x, weight, bias, correction, expert_scale, router, engine):
+    spec = RouterSpec.from_json(router)
+    logits, values, ids = _route_fake(x, weight, bias, correction, router, engine)
+    scale = None if expert_scale is None else expert_scale.dtype
+    return logits, values.new_empty(values.shape, dtype=spec.weights_dtype(values.dtype, scale)), ids
+
+
 def _setup_context(ctx, inputs, output) -> None:
     x, weight, _, _, ctx.router, _ = inputs
     ctx.set_materialize_grads(False)
@@ -93,9 +120,40 @@ def _backward(ctx, dlogits, dvalues, _):
     )
 
 
-lib.impl("route", _route, "CompositeExplicitAutograd")
-torch.library.register_fake("mok::route", _route_fake, lib=lib)
+for _name, _kernel, _fake in (("route", _route, _route_fake), ("route_infer", _route_infer, _route_infer_fake)):
+    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
 torch.library.register_autograd("mok::route", _backward, setup_context=_setup_context, lib=lib)
+
+
+_eager_choice: ContextVar[bool] = ContextVar("eager_choice", default=False)
+
+
+@contextmanager
+def eager_choice() -> Iterator[None]:
+    """Within, eager's kernels choose the experts in ``mok::moe``: an engine's own may resolve a near tie otherwise."""
+    token = _eager_choice.set(True)
+    try:
+        yield
+    finally:
+        _eager_choice.reset(token)
+
+
+def _few(x, weight, bias, correction, expert_scale, router: RouterSpec, engine: str) -> bool:
+    """Whether the engine's kernel for the router of few tokens runs: it saves nothing for a gradient, and for many
+    tokens what the compiler makes of the router is faster. So the number of tokens must be known to be small, without
+    a guard on a symbolic one."""
+    if _eager_choice.get() or x.dtype in EXACT:
+        return False
+    learns = any(t is not None and t.requires_grad for t in (x, weight, bias, expert_scale))
+    if learns and torch.is_grad_enabled():
+        return False
+    tokens, limit = x.shape[0], engines.router_tokens(engine, router, weight)
+    if isinstance(tokens, int) or limit == 0:
+        return limit > 0 and tokens <= limit
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import, and loaded by then
+
+    return statically_known_true(tokens <= limit)
 
 
 def _moe(
@@ -116,15 +174,19 @@ def _moe(
     described = RouterSpec.from_json(router)
     operands = (router_x, router_weight, router_bias, correction)
     check(*operands, described)
-    with torch._C._DisableAutocast():
-        own = engines.router(engine, described, router_weight).name != engines.PORTABLE
-        if own or x.dtype in EXACT:
-            routed = Routed(*torch.ops.mok.route(*operands, router, engine))
-        else:
-            routed = routing.route(*operands, described)
-        weights = routing.weigh(routed.values, routed.ids, expert_scale, described)
-    y, *_ = torch.ops.mok.experts(x, routed.ids, weights, up, down, up_bias, down_bias, spec, engine)
-    return y, routed.logits, weights, routed.ids
+    if _few(*operands, expert_scale, described, engine):
+        logits, weights, ids = torch.ops.mok.route_infer(*operands, expert_scale, router, engine)
+    else:
+        with torch._C._DisableAutocast():
+            own = engines.router(engine, described, router_weight).name != engines.PORTABLE
+            if own or x.dtype in EXACT:
+                logits, values, ids = torch.ops.mok.route(*operands, router, engine)
+            else:
+                routed = routing.route(*operands, described)
+                logits, values, ids = routed.logits, routed.values, routed.ids
+            weights = routing.weigh(values, ids, expert_scale, described)
+    y, *_ = torch.ops.mok.experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine)
+    return y, logits, weights, ids
 
 
 lib.impl("moe", _moe, "CompositeImplicitAutograd")
@@ -134,4 +196,4 @@ def _route_flops(x, weight, *args, out_shape=None, **kwargs) -> int:
     return 2 * x[0] * x[1] * weight[0]
 
 
-register_flop_formula(torch.ops.mok.route)(_route_flops)
+register_flop_formula([torch.ops.mok.route, torch.ops.mok.route_infer])(_route_flops)

@@ -104,6 +104,13 @@ class RouterSpec:
         """dtype of the scores for logits of that dtype."""
         return functools.reduce(lambda dtype, step: step.dtype or dtype, self.scores, logits)
 
+    def weights_dtype(self, values: torch.dtype, scale: torch.dtype | None) -> torch.dtype:
+        """dtype of the routing weights for values and an expert scale of those."""
+        dtype = values
+        for step in self.weights:
+            dtype = torch.promote_types(dtype, scale) if step.op == "expert_scale" else step.dtype or dtype
+        return dtype
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; an infinite fill as text, which JSON has no number for."""
         fields = asdict(self)

@@ -25,6 +25,15 @@ class Routed:
     ids: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Routing:
+    """logits [T, E], weights [T, K] and ids [T, K] int64: what a router makes of tokens."""
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -51,6 +60,19 @@ def weigh(
     for step in router.weights:
         values = values * expert_scale[ids] if step.op == "expert_scale" else apply(step, values)
     return values
+
+
+def route_and_weigh(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+    router: RouterSpec,
+) -> Routing:
+    """`route` and `weigh`."""
+    routed = route(x, weight, bias, correction, router)
+    return Routing(routed.logits, weigh(routed.values, routed.ids, expert_scale, router), routed.ids)
 
 
 def logits_gradient(routed: Routed, dvalues: torch.Tensor, router: RouterSpec) -> torch.Tensor:

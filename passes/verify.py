@@ -1,9 +1,10 @@
 """``mok.verify``: each fused op against the nodes it would replace, on the real inputs of the compile.
 
 While old and new nodes stand side by side, the graph is interpreted once (inputs that it writes are copied first, the
-random state is put back). Where the graph computes gradients, those of all operands are compared too. If several nodes
-compute an operand alike (``x.view(-1, n)`` in the router and again in the experts), each gets a share of its gradient,
-not always the same one for block and op: then the gradient of what they compute it from is compared.
+random state is put back). Eager's kernels choose the experts on both sides. Where the graph computes gradients, those
+of all operands are compared too. If several nodes compute an operand alike (``x.view(-1, n)`` in the router and again
+in the experts), each gets a share of its gradient, not always the same one for block and op: then the gradient of what
+they compute it from is compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mok_compile.moe import eager_choice
 from mok_compile.passes.substitute import Insertion
 from mok_compile.passes.view import Cell, Value, View, target_of
 
@@ -53,7 +55,7 @@ def verify(
     copies = [
         _copy(given) if node in written else _concrete(given) for node, given in zip(placeholders, inputs, strict=True)
     ]
-    with _same_random_state(inputs):
+    with _same_random_state(inputs), eager_choice():
         run = _Run(gm, view, insertions)
         run.run(*copies)
     return run.compared

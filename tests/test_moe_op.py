@@ -212,6 +212,111 @@ def test_an_engine_takes_the_routers_it_knows(monkeypatch, name, calls):
         assert torch.equal(a, b)
 
 
+class WithFewKernel:
+    """An engine with a kernel for the routers of at most four tokens."""
+
+    name = "few"
+    asked = 0
+
+    def __getattr__(self, name):
+        return getattr(portable.engine, name)
+
+    def router_tokens(self, router, weight):
+        return 4
+
+    def route_few(self, *arguments):
+        self.asked += 1
+        return routing.route_and_weigh(*arguments)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    engine, get = WithFewKernel(), engines.get
+    monkeypatch.setattr(engines, "get", lambda name: engine if name == "few" else get(name))
+    return engine
+
+
+def traced(problem):
+    """Targets in the graph of `mok::moe` on the engine for few tokens."""
+    make = torch.fx.experimental.proxy_tensor.make_fx(torch.ops.mok.moe.default)
+    graph = make(*problem.arguments[:-1], "few").graph
+    return {node.target for node in graph.nodes}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_routes_few_tokens_alone(few, name):
+    problem = Router(name, 4, torch.bfloat16)
+    with torch.no_grad():
+        found, wanted = torch.ops.mok.moe(*problem.arguments[:-1], "few"), problem.spelled()
+    assert few.asked == 1
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "grad", "taken"),
+    [
+        (4, torch.bfloat16, False, True),
+        (0, torch.float16, False, True),
+        (5, torch.bfloat16, False, False),
+        (4, torch.bfloat16, True, False),
+        (4, torch.float32, False, False),
+    ],
+)
+def test_who_routes_few_tokens(few, tokens, dtype, grad, taken):
+    problem = Router("mixtral", tokens, dtype)
+    with torch.set_grad_enabled(grad):
+        targets = traced(problem)
+    assert (torch.ops.mok.route_infer.default in targets) == taken
+    assert few.asked == taken
+
+
+def test_a_training_step_routes_as_before(few):
+    problem = Router("mixtral", 4, torch.bfloat16)
+    found = torch.ops.mok.moe(*problem.arguments[:-1], "few")
+    assert few.asked == 0
+    for a, b in zip(gradients(problem, found[:3]), gradients(problem, problem.spelled()[:3]), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("most", "taken"), [(4, True), (1 << 20, False)])
+def test_a_symbolic_number_of_tokens_gets_no_guard(few, most, taken):
+    """The kernel runs where the number is known to be small, whatever the example's was."""
+    seen = []
+
+    def backend(gm, inputs):
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        def record(gm, inputs):
+            seen.append({node.target for node in gm.graph.nodes})
+            return gm
+
+        return aot_module_simplified(gm, inputs, fw_compiler=record)
+
+    problem = Router("mixtral", 3, torch.bfloat16)
+    _, _, *rest = problem.arguments[:-1]
+
+    def run(x):
+        return torch.ops.mok.moe(x, x, *rest, "few")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for tokens in (3, 2, 4) if taken else (3, 2, 9):
+            x = torch.randn(tokens, HIDDEN).bfloat16()
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=most)
+            compiled(x)
+    assert len(seen) == 1
+    assert (torch.ops.mok.route_infer.default in seen[0]) == taken
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma4", "deepseek_v3", "deepseek_v2", "gpt_oss"])
+def test_opcheck_of_few_tokens(few, name):
+    problem = Router(name, 3, torch.bfloat16)
+    operands = [None if t is None else t.detach() for t in (*problem.routing, problem.scale)]
+    opcheck(torch.ops.mok.route_infer.default, (*operands, problem.case.spec.to_json(), "few"))
+
+
 @pytest.mark.parametrize(
     ("dtype", "opaque"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False), (torch.float16, False)]
 )

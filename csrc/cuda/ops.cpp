@@ -106,6 +106,31 @@ void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, T
                  stream_of(stream)));
 }
 
+// A router; `program` as mok_compile/engines/sm90_router.py puts it into numbers.
+void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction, MaybeTensor scale, Doubles program,
+              Tensor logits, MaybeTensor values, MaybeTensor weights, Tensor ids, int64_t stream) {
+  RouteArguments in{};
+  in.tokens = x.size(0);
+  in.depth = x.size(1);
+  in.experts = weight.size(0);
+  in.dtype = dtype_of(x);
+  in.program = program_of(program);
+  in.x = x.data_ptr();
+  in.weight = weight.data_ptr();
+  in.bias = data_of(bias);
+  in.correction = data_of(correction);
+  if (correction) in.correction_dtype = dtype_of(*correction);
+  in.scale = data_of(scale);
+  if (scale) in.scale_dtype = dtype_of(*scale);
+  in.logits = logits.data_ptr();
+  in.values = const_cast<void*>(data_of(values));
+  if (values) in.values_dtype = dtype_of(*values);
+  in.weights = const_cast<void*>(data_of(weights));
+  if (weights) in.weights_dtype = dtype_of(*weights);
+  in.ids = static_cast<int64_t*>(ids.data_ptr());
+  require(route(in, stream_of(stream)));
+}
+
 // The sums of score tiles: the gradients of the routing weights.
 void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweights) {
   sum.dscore = static_cast<const float*>(dscore.data_ptr());
@@ -272,6 +297,9 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, Tensor(d!) a, "
       "Tensor(e!) rows, int stream) -> ()");
   m.def(
+      "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? scale, float[] program, "
+      "Tensor(a!) logits, Tensor(b!)? values, Tensor(c!)? weights, Tensor(d!) ids, int stream) -> ()");
+  m.def(
       "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
       "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
@@ -297,6 +325,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("decode", TORCH_BOX(&decode_op));
+  m.impl("route", TORCH_BOX(&route_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("forward_parallel", TORCH_BOX(&forward_parallel_op));
   m.impl("backward_parallel", TORCH_BOX(&backward_parallel_op));

@@ -50,6 +50,30 @@ inline Activation activation_of(const Doubles& v) {
   return {int(v[0]), v[1] != 0, float(v[2]), float(v[3]), float(v[4]), float(v[5]), float(v[6]), float(v[7])};
 }
 
+inline RouteProgram program_of(const Doubles& v) {
+  constexpr size_t kHeader = 9, kStep = 3;
+  const bool fits = v.size() >= kHeader && v[7] >= 0 && v[7] <= kMaxSteps && v[8] >= 0 && v[8] <= kMaxSteps &&
+                    v.size() == kHeader + kStep * size_t(v[7] + v[8]);
+  STD_TORCH_CHECK(fits, "mok-compile, sm90 engine: not a router's numbers");
+  RouteProgram p{};
+  p.choice = static_cast<Dtype>(int(v[0]));
+  p.top_k = int(v[1]);
+  p.groups = int(v[2]);
+  p.groups_chosen = int(v[3]);
+  p.group_best = int(v[4]);
+  p.fill = float(v[5]);
+  p.masked = v[6] != 0;
+  p.num_scores = int(v[7]);
+  p.num_weights = int(v[8]);
+  for (int i = 0; i < p.num_scores + p.num_weights; ++i) {
+    const double* const step = v.data() + kHeader + kStep * i;
+    RouteStep& to = i < p.num_scores ? p.scores[i] : p.weights[i - p.num_scores];
+    to = {int(step[0]), float(step[1]), static_cast<Dtype>(int(step[2]))};
+    if (to.op == RouteStep::kDiv) to = {RouteStep::kMul, 1.0f / to.value, to.dtype};  // as torch's CUDA kernels do
+  }
+  return p;
+}
+
 // `down` is one tensor [E, H, I] or E of [H, I].
 inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensors& down) {
   const bool stacked = down[0].dim() == 3;

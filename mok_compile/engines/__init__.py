@@ -18,7 +18,7 @@ from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
 
 if TYPE_CHECKING:
-    from mok_compile.routing import Routed
+    from mok_compile.routing import Routed, Routing
 
 log = logging.getLogger("mok_compile")
 
@@ -92,6 +92,18 @@ class RouterEngine(Engine, Protocol):
         """Chooses the experts; in float32 and float64 the same ones as `mok_compile.routing.route`, to the bit."""
 
 
+class FewRouterEngine(Engine, Protocol):
+    """An engine that has a kernel for a whole router, routing weights included, where tokens are few and no gradient
+    is asked for."""
+
+    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> int:
+        """The number of tokens up to which the kernel is worth its call, 0 if there is none for this router with this
+        weight [E, H] (which may be a fake tensor)."""
+
+    def route_few(self, x, weight, bias, correction, expert_scale, router) -> Routing:
+        """Chooses the experts and weighs them."""
+
+
 class RowEngine(Engine, Protocol):
     """An engine that also combines rows which other ranks' experts have computed, to the bits of its own forward."""
 
@@ -146,6 +158,12 @@ def router(name: str, spec: RouterSpec, weight: torch.Tensor) -> RouterEngine:
     engine = get(name)
     asked = getattr(engine, "supports_router", None)
     return engine if asked is not None and asked(spec, weight) is None else get(PORTABLE)
+
+
+def router_tokens(name: str, spec: RouterSpec, weight: torch.Tensor) -> int:
+    """The number of tokens up to which the engine called `name` has a kernel for the whole router; 0: none."""
+    asked = getattr(get(name), "router_tokens", None)
+    return 0 if asked is None else asked(spec, weight)
 
 
 def combiner(name: str) -> RowEngine:

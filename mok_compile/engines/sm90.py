@@ -7,11 +7,12 @@ import math
 
 import torch
 
-from mok_compile import build
+from mok_compile import build, routing
 from mok_compile.activation import GatedForm, gated_form
-from mok_compile.engines import Problem, get, warn_once
+from mok_compile.engines import Problem, get, sm90_router, warn_once
 from mok_compile.grouped import Bank, empty_as, grouped_sum
 from mok_compile.reference import Experts
+from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
 
 # In the order of `Layout` and `Activation::Kind` in csrc/cuda/sm90/arguments.h.
@@ -123,6 +124,40 @@ class Sm90:
         if isinstance(experts.down, list):
             of_experts = [part for grad in of_experts for part in _parts(grad)]
         return [*(g for g in (dx, dweights) if g is not None), *of_experts]
+
+    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> int:
+        if not all(isinstance(size, int) for size in weight.shape) or not weight.is_contiguous():
+            return 0
+        return 0 if _unrouted(weight.device, weight.dtype, *weight.shape, router) else sm90_router.MAX_TOKENS
+
+    def route_few(self, x, weight, bias, correction, expert_scale, router) -> routing.Routing:
+        operands = (x, weight, bias, correction, expert_scale)
+        scale_dtype = None if expert_scale is None else expert_scale.dtype
+        program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, scale_dtype)
+        fits = program is not None and _unrouted(weight.device, weight.dtype, *weight.shape, router) is None
+        if not fits or weight.data_ptr() % 16 or not weight.is_contiguous() or _not_built():
+            return routing.route_and_weigh(*operands, router)
+        vectors = [None if v is None else v.contiguous() for v in operands[2:]]
+        with torch.cuda.device(x.device):
+            logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *vectors, router, program, stream_of(x))
+        return routing.Routing(logits, weights, ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _unrouted(device: torch.device, dtype: torch.dtype, experts: int, depth: int, router: RouterSpec) -> str | None:
+    """Why the kernel for the router of few tokens does not run, None if it does."""
+    if device.type != "cuda" or not _is_hopper(device.index):
+        return "it runs on GPUs of compute capability (9, 0)"
+    return sm90_router.unsupported(dtype, experts, depth, router)
+
+
+def _not_built() -> str | None:
+    """Loads the kernels; why that failed, None if it did not."""
+    try:
+        build.load("sm90")
+    except build.BuildError as error:
+        return str(error)
+    return None
 
 
 def _few(tokens: int, top_k: int, num_experts: int) -> bool:

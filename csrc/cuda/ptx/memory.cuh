@@ -58,6 +58,20 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
+// The same if `there`, else zeros.
+__device__ __forceinline__ uint4 load_once_if(bool there, const void* p) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n@there ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(uint32_t(there))
+      : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

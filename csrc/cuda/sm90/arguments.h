@@ -177,6 +177,63 @@ struct DecodeArguments {
 bool decode_takes(const Sizes& sizes);
 const char* decode(const DecodeArguments& arguments, void* stream);
 
+// A router: mok_compile/router.py in numbers. `dtype` of a step is what its result is rounded to.
+constexpr int kMaxRouted = 1024, kMaxChosen = 32, kMaxSteps = 8;  // experts; chosen ones and groups; steps of a chain
+constexpr int64_t kMaxRoutedTokens = 1 << 16;
+
+struct RouteStep {
+  enum Op : int {
+    kCast,
+    kSoftmax,
+    kSigmoid,
+    kSoftplus,
+    kSqrt,
+    kTanh,
+    kMul,
+    kAdd,
+    kNormalise,
+    kNormaliseAdd,
+    kNormaliseClamp,
+    kExpertScale,
+    kDiv  // for the host only, see program_of()
+  };
+  int op;
+  float value;
+  Dtype dtype;
+};
+
+struct RouteProgram {
+  Dtype dtype;   // of the logits
+  Dtype choice;  // of what experts are chosen by
+  int tiles;     // of the weight's rows
+  int top_k;
+  int groups, groups_chosen, group_best;  // no groups: 0
+  float fill;                             // of the other groups
+  bool masked;                            // values of chosen experts outside the groups are `fill` too
+  int num_scores, num_weights;
+  RouteStep scores[kMaxSteps], weights[kMaxSteps];
+};
+
+// logits [T, E], values and weights [T, K] (each may be null), ids [T, K] from x [T, R], weight [E, R] and what is not
+// null of bias, correction and scale [E]. x and weight lie at multiples of 16 bytes, R is a multiple of 8.
+struct RouteArguments {
+  int64_t tokens, depth, experts;
+  Dtype dtype;  // of x, weight, bias and logits
+  RouteProgram program;
+  const void *x, *weight, *bias;
+  const void* correction;
+  Dtype correction_dtype;
+  const void* scale;
+  Dtype scale_dtype;
+  void* logits;
+  void* values;
+  Dtype values_dtype;
+  void* weights;
+  Dtype weights_dtype;
+  int64_t* ids;
+};
+const char* route(const RouteArguments& arguments, void* stream);
+
 // dh [S, N], a [S, I] (times the routing weight) and dscore [tiles][S], whose sum over tiles is <dy, expert output>.
 struct DownGradArguments {
   Sizes sizes;
