@@ -7,18 +7,19 @@
 namespace mok::sm90 {
 namespace {
 
-// The largest clusters that this device runs: 16 is more than CUDA guarantees, and a part of a GPU may have no room.
+// How many of the largest clusters run at once on this device; none: they are more than CUDA guarantees, and a part of
+// a GPU may have no room.
 template <class T>
-const char* most_ranks(int* ranks) {
+const char* largest_at_once(int* clusters) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+  static std::atomic<int> known[kDevices];  // one more than the number; 0: not asked yet
   int device = 0;
   if (const char* error = check(cudaGetDevice(&device))) return error;
   const auto kernel = route_kernel<T>;
   if (const char* error = check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)))
     return error;
-  *ranks = device < kDevices ? known[device].load() : 0;
-  if (*ranks) return nullptr;
+  *clusters = device < kDevices ? known[device].load() - 1 : -1;
+  if (*clusters >= 0) return nullptr;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kMostRanks, 1, 1};
@@ -27,13 +28,11 @@ const char* most_ranks(int* ranks) {
   config.blockDim = dim3(kRouteThreads);
   config.attrs = &cluster;
   config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+  if (cudaOccupancyMaxActiveClusters(clusters, kernel, &config) != cudaSuccess) {
     cudaGetLastError();
-    clusters = 0;
+    *clusters = 0;
   }
-  *ranks = clusters > 0 ? kMostRanks : kFewestRanks;
-  if (device < kDevices) known[device] = *ranks;
+  if (device < kDevices) known[device] = *clusters + 1;
   return nullptr;
 }
 
@@ -55,14 +54,17 @@ const char* run(const RouteArguments& in, cudaStream_t stream) {
   p.program = in.program;
   p.program.dtype = in.dtype;
   p.program.tiles = (p.experts + kRouteRows - 1) / kRouteRows;
-  int most = 0, ranks = 1;
-  if (const char* error = most_ranks<T>(&most)) return error;
+  // Large clusters are faster, but two waves of them are slower than one of small ones.
+  const int clusters = (p.tokens + kRouteTokens - 1) / kRouteTokens;
+  int large = 0, ranks = 1;
+  if (const char* error = largest_at_once<T>(&large)) return error;
+  const int most = clusters <= large ? kMostRanks : kFewestRanks;
   while (ranks < most && ranks < p.program.tiles) ranks *= 2;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {unsigned(ranks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned((in.tokens + kRouteTokens - 1) / kRouteTokens * ranks));
+  config.gridDim = dim3(unsigned(clusters * ranks));
   config.blockDim = dim3(kRouteThreads);
   config.stream = stream;
   config.attrs = &cluster;

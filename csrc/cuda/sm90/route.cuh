@@ -18,9 +18,9 @@
 namespace mok::sm90 {
 
 constexpr int kRouteTokens = 16, kRouteRows = 8;
-constexpr int kRouteParts = 16, kRouteThreads = kRouteParts * 32;
-constexpr int kRouteChunk = 32, kRouteAhead = 4;  // along K: what 4 lanes load at once; chunks in flight
-constexpr int kMostRanks = 16, kFewestRanks = 8;  // of a cluster, for many experts; the second works everywhere
+constexpr int kRouteParts = 8, kRouteThreads = kRouteParts * 32;
+constexpr int kRouteChunk = 32, kRouteAhead = 8;  // along K: what 4 lanes load at once; chunks in flight
+constexpr int kMostRanks = 16, kFewestRanks = 8;  // of a cluster, for many experts; CUDA guarantees the second
 
 template <class T>
 struct RouteParams {
@@ -315,12 +315,11 @@ struct Route {
     return v;
   }
 
-  __device__ __forceinline__ void choose() const {
+  // Of the cluster's tokens that number, the CTA's own `i`.
+  __device__ __forceinline__ void choose(int token, int i) const {
     const RouteProgram& in = p.program;
-    const int token = warp * ranks + rank;
-    if (token >= tokens) return;
-    float* const s = m.scores + warp * p.experts;
-    uint32_t* const keys = m.keys + warp * p.experts;
+    float* const s = m.scores + i * p.experts;
+    uint32_t* const keys = m.keys + i * p.experts;
     scores(s);
     if (p.correction.data) {
       each_expert([&](int e) { keys[e] = key_of(round_to(in.choice, s[e] + m.correction[e])); });
@@ -353,12 +352,17 @@ struct Route {
     logits();
     ptx::cluster_arrive();
     ptx::cluster_wait();
-    choose();
+    // A cluster of one CTA has more tokens than warps.
+#pragma unroll 1
+    for (int i = warp; i * ranks + rank < tokens; i += kRouteParts) {
+      choose(i * ranks + rank, i);
+      __syncwarp();
+    }
   }
 };
 
 template <class T>
-__global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_constant__ RouteParams<T> p) {
+__global__ void __launch_bounds__(kRouteThreads, 2) route_kernel(const __grid_constant__ RouteParams<T> p) {
   __shared__ RouteMemory memory;
   Route<T>(p, memory).run();
 }
