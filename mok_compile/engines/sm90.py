@@ -134,8 +134,8 @@ class Sm90:
         operands = (x, weight, bias, correction, expert_scale)
         scale_dtype = None if expert_scale is None else expert_scale.dtype
         program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, scale_dtype)
-        fits = program is not None and _unrouted(weight.device, weight.dtype, *weight.shape, router) is None
-        if not fits or weight.data_ptr() % 16 or not weight.is_contiguous() or _not_built():
+        fits = program is not None and x.shape[0] <= self.router_tokens(router, weight)
+        if not fits or weight.data_ptr() % 16 or _not_built():
             return routing.route_and_weigh(*operands, router)
         vectors = [None if v is None else v.contiguous() for v in operands[2:]]
         with torch.cuda.device(x.device):
