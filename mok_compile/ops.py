@@ -14,6 +14,9 @@ Autocast does not cast here, and not inside: the op stands for a graph whose cas
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
@@ -37,7 +40,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
     """Raises ValueError or TypeError, naming the argument, unless the arguments fit together."""
 
     def expect(what: str, tensors: list[torch.Tensor], count: int, shape: tuple[int, ...]) -> None:
-        if len(tensors) != count or any(t.shape != shape for t in tensors):
+        if len(tensors) != count or [t.shape for t in tensors].count(shape) != count:
             found = [tuple(t.shape) for t in tensors[:3]]
             raise ValueError(f"mok::experts: {what} must be {count} of shape {shape}, got {len(tensors)}: {found}")
 
@@ -46,7 +49,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
         raise ValueError(f"mok::experts: expected x [T, H], ids [T, K] and weights [T, K], got {shapes}")
     if ids.dtype not in IDS or not weights.dtype.is_floating_point:
         raise TypeError(f"mok::experts: ids must be integer and weights floating, got {ids.dtype} and {weights.dtype}")
-    if not x.dtype.is_floating_point or any(t.dtype != x.dtype for t in (*up, *down, *up_bias, *down_bias)):
+    if not x.dtype.is_floating_point or {t.dtype for ts in (up, down, up_bias, down_bias) for t in ts} - {x.dtype}:
         raise TypeError(f"mok::experts: x, the experts' weights and biases must share one dtype; x is {x.dtype}")
     stacked = bool(down) and down[0].dim() == 3
     num_experts = (down[0].shape[0] if stacked else len(down)) if down else 0
@@ -123,43 +126,62 @@ for _name, _kernel, _fake in (
 _TENSORS = 7  # arguments before those that say how
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, ids, weights, *lists = inputs[:_TENSORS]
-    ctx.how = inputs[_TENSORS:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.sizes = [len(tensors) for tensors in lists]
-    ctx.save_for_backward(x, ids, weights, *(t for tensors in lists for t in tensors), *output[1:])
-
-
 def register_gradient(name: str, library: torch.library.Library) -> None:
     """The derivative of ``mok::<name>`` is ``mok::<name>_backward``.
 
     The first takes the tensors of ``mok::experts`` and what says how; the second dy, the same tensors, what the first
-    returned beside y, what says how, and the needs.
+    returned beside y, what says how, and the needs. Not `torch.library.register_autograd`, which makes trees of the
+    arguments and takes them apart: two fifths of what a call with `save` costs the host.
     """
-    gradient = getattr(torch.ops.mok, f"{name}_backward")
+    op, gradient = getattr(torch.ops.mok, name).default, getattr(torch.ops.mok, f"{name}_backward").default
 
-    def backward(ctx, dy, *unused):
-        need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_TENSORS]
-        needs = [need_x, need_weights, *(any(n) for n in need_lists)]
-        nothing = (None,) * len(ctx.how)
-        if dy is None or not any(needs):
-            return (None, None, None, *([None] * n for n in ctx.sizes), *nothing)
-        x, ids, weights, *rest = ctx.saved_tensors
-        lists = []
-        for n in ctx.sizes:
-            lists.append(rest[:n])
-            rest = rest[n:]
-        flat = gradient(dy, x, ids, weights, *lists, *rest, *ctx.how, needs)
-        dx = flat.pop(0) if need_x else None
-        dweights = flat.pop(0) if need_weights else None
-        grads = []
-        for n, need in zip(ctx.sizes, needs[2:], strict=True):
-            grads.append([flat.pop(0) for _ in range(n)] if need else [None] * n)
-        return (dx, None, dweights, *grads, *nothing)
+    def below(keyset, args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-    torch.library.register_autograd(f"mok::{name}", backward, setup_context=_setup_context, lib=library)
+    class Gradient(torch.autograd.Function):
+        """Takes the tensors one by one: an autograd function sees none in a list."""
+
+        @staticmethod
+        def forward(ctx, keyset, how, sizes, x, ids, weights, *flat):
+            output = below(keyset, (x, ids, weights, *_lists(flat, sizes), *how))
+            ctx.how, ctx.sizes = how, sizes
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.save_for_backward(x, ids, weights, *flat, *output[1:])
+            return output
+
+        @staticmethod
+        def backward(ctx, dy, *unused):
+            _, _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
+            needs = [need_x, need_weights, *map(any, _lists(need_flat, ctx.sizes))]
+            if dy is None or not any(needs):
+                return (None,) * len(ctx.needs_input_grad)
+            x, ids, weights, *saved = ctx.saved_tensors
+            count = sum(ctx.sizes)
+            lists, rest = _lists(saved, ctx.sizes), saved[count:]
+            grads = iter(gradient(dy, x, ids, weights, *lists, *rest, *ctx.how, needs))
+            dx = next(grads) if need_x else None
+            dweights = next(grads) if need_weights else None
+            listed = (n for need, size in zip(needs[2:], ctx.sizes, strict=True) for n in [need] * size)
+            return (None, None, None, dx, None, dweights, *(next(grads) if n else None for n in listed))
+
+    shown = type(f"mok_{name}", (Gradient,), {})  # with a name for profilers and for y.grad_fn
+
+    def autograd(keyset, *args):
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keyset, args)
+        x, ids, weights, *lists = args[:_TENSORS]
+        flat = [t for tensors in lists for t in tensors]
+        return shown.apply(keyset, args[_TENSORS:], list(map(len, lists)), x, ids, weights, *flat)
+
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def _lists(flat: Sequence, sizes: list[int]) -> list[list]:
+    """Consecutive pieces of `flat`, of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [list(flat[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def no_double_backward(ctx, *grads):
