@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mok_compile.engines.sm90 import _parts, storage
+from mok_compile.engines.sm90 import Storage, _parts, storage
 
 OUT, IN, EXPERTS = 24, 16, 3
 STACK = torch.empty(EXPERTS, OUT, IN, dtype=torch.bfloat16)
@@ -26,8 +26,11 @@ def test_stacks_lists_and_gaps(transposed):
     gaps = (order(room)[:, :OUT, :IN],)
     views = list(wide.unbind(0))
     for up in (wide, matrices(transposed), *gaps, views, views[:1]):
-        assert storage([up], down(transposed)) is transposed
-        assert storage([up, wide], matrices(transposed)) is transposed
+        lists = up if isinstance(up, list) else []
+        assert storage([up], down(transposed)) == Storage(transposed, [w.data_ptr() for w in lists])
+        matrix = matrices(transposed)
+        expected = Storage(transposed, [w.data_ptr() for w in (*lists, *matrix)])
+        assert storage([up, wide], matrix) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,10 @@ def test_far_apart(monkeypatch, distance, readable):
     at = {id(first): start + 512, id(second): start + 512 + distance, id(third): start + 512 + distance % (1 << 20)}
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: at.get(id(t), start))
     found = storage([[first, second, third]], [*map(torch.clone, (first, second, third))])
-    assert (found is False) == readable and (readable or "closer together" in found)
+    if readable:
+        assert found.addresses[:EXPERTS] == [at[id(w)] for w in (first, second, third)]
+    else:
+        assert "closer together" in found
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -30,10 +30,11 @@ struct Block {
 };
 
 // Of kernels that follow on the stream and use the plan.
-Block block_of(const Rows& of, const Tensors& up, const Tensors& down, int64_t layout, bool transposed,
-               const Doubles& activation) {
+Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Integers& addresses, int64_t layout,
+               bool transposed, const Doubles& activation) {
   const Layout l = layout_of(layout);
-  const Block block{weights_of(up, down, of.sizes, l, transposed, &of.plan), l, transposed, activation_of(activation)};
+  const Block block{weights_of(up, down, addresses, of.sizes, l, transposed, &of.plan), l, transposed,
+                    activation_of(activation)};
   if (block.weights.scattered) require(tell_places(of.sizes, of.plan, block.weights.places, stream_of(of.stream)));
   return block;
 }
@@ -60,13 +61,13 @@ void experts(const Rows& of, const Block& block, const Tensors& up_bias, const M
 }
 
 // y, h (if given), order, offsets; plan, counts, a and rows are scratch.
-void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias, MaybeTensor down_bias,
-                int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h, Tensor order,
-                Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down);
+void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
+                MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h,
+                Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Plan p = plan_of(plan, order, offsets, sizes);
   const Rows of{sizes, p, stream};
-  const Block block = block_of(of, up, down, layout, transposed, activation);
+  const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
   require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p,
                     const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
                    stream_of(stream)));
@@ -77,12 +78,12 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, 
 }
 
 // The same without h, in one launch; see decode_takes().
-void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, Tensors up_bias, MaybeTensor down_bias,
-               int64_t layout, Doubles activation, Tensor y, Tensor order, Tensor offsets, Tensor a, Tensor rows,
-               int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down);
+void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
+               MaybeTensor down_bias, int64_t layout, Doubles activation, Tensor y, Tensor order, Tensor offsets,
+               Tensor a, Tensor rows, int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Layout l = layout_of(layout);
-  const Weights experts = weights_of(up, down, sizes, l, false, nullptr);
+  const Weights experts = weights_of(up, down, addresses, sizes, l, false, nullptr);
   require(decode({sizes,
                   dtype_of(x),
                   l,
@@ -168,7 +169,7 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
                          MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
                          Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows,
                          int64_t first_expert, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, {down});
+  const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
   require(
       collect({group, sizes.top_k, first_expert, sizes.experts, ints_of(ids), static_cast<float*>(weights.data_ptr())},
@@ -181,7 +182,7 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
                      stream_of(stream)));
     const Rows of{sizes, p, stream};
     const Pull pull = pull_of(numbers, group, sizes, x, false);
-    const Block block = block_of(of, up, {down}, layout, transposed, activation);
+    const Block block = block_of(of, up, down, {}, layout, transposed, activation);
     experts(of, block, up_bias, down_bias, x, h, a, rows, &pull);
     push(of, numbers, group, rows, &weights);
     end.error = p.error;
@@ -228,13 +229,13 @@ void up_weight_gradients(const Rows& of, const Block& block, const Tensor& dh, c
 
 // The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
 // activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
-void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensors down, int64_t layout,
-                 bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan, Tensor dh,
-                 Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights, Tensors dup, MaybeTensor ddown,
-                 int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down);
+void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses,
+                 int64_t layout, bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets,
+                 Tensor plan, Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights,
+                 Tensors dup, MaybeTensor ddown, int64_t stream) {
+  const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
-  const Block block = block_of(of, up, down, layout, transposed, activation);
+  const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
   STD_TORCH_CHECK(scratch.numel() >= sizes.slots() * std::max(sizes.hidden, sizes.inner),
                   "mok-compile, sm90 engine: backward needs more room");
   require(replan(sizes, of.plan, stream_of(stream)));
@@ -261,11 +262,11 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
                           Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
                           MaybeTensor ddown, bool ends, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, {down});
+  const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
   Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
   of.plan.room = dh.size(0);
-  const Block block = block_of(of, up, {down}, layout, transposed, activation);
+  const Block block = block_of(of, up, down, {}, layout, transposed, activation);
   STD_TORCH_CHECK(scratch.numel() >= of.plan.room * std::max(sizes.hidden, sizes.inner),
                   "mok-compile, sm90 engine: backward needs more room");
   require(replan(sizes, of.plan, stream_of(stream)));
@@ -289,20 +290,21 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def("sort_scratch(int tokens, int experts, int top_k) -> int");
   m.def("score_rows(int inner) -> int");
   m.def(
-      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor? down_bias, "
-      "int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!) order, "
-      "Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, int stream) -> ()");
+      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
+      "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, "
+      "Tensor(c!) order, Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, "
+      "int stream) -> ()");
   m.def(
-      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor? down_bias, "
-      "int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, Tensor(d!) a, "
-      "Tensor(e!) rows, int stream) -> ()");
+      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
+      "Tensor? down_bias, int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, "
+      "Tensor(d!) a, Tensor(e!) rows, int stream) -> ()");
   m.def(
       "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? scale, float[] program, "
       "Tensor(a!) logits, Tensor(b!)? values, Tensor(c!)? weights, Tensor(d!) ids, int stream) -> ()");
   m.def(
-      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, int layout, "
-      "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, Tensor(b!) dh, "
-      "Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
+      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, "
+      "int layout, bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, "
+      "Tensor(b!) dh, Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
       "Tensor(i!)? ddown, int stream) -> ()");
   m.def(
       "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "

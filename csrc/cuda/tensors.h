@@ -74,11 +74,8 @@ inline RouteProgram program_of(const Doubles& v) {
   return p;
 }
 
-// `down` is one tensor [E, H, I] or E of [H, I].
-inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensors& down) {
-  const bool stacked = down[0].dim() == 3;
-  return {x.size(0), x.size(1), down[0].size(stacked ? 2 : 1), stacked ? down[0].size(0) : int64_t(down.size()),
-          ids.size(1)};
+inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down, const Tensor& offsets) {
+  return {x.size(0), x.size(1), down.size(down.dim() - 1), offsets.size(0), ids.size(1)};
 }
 
 // The weights of a block as the kernels read them.
@@ -88,42 +85,43 @@ struct Weights {
   bool scattered;  // whether the places are not 0, 1, 2, ...
 };
 
-// One tensor [E, out, in] (or [E, in, out] in memory) or E matrices, whose strides are alike: the callers see to that.
-inline Weight weight_of(const Tensor* tensors, int64_t experts, bool transposed, int* places) {
-  const Tensor& first = tensors[0];
-  const int64_t dims = first.dim(), pitch = first.stride(transposed ? dims - 1 : dims - 2);
-  if (dims == 3) return {first.data_ptr(), pitch, 2 * (experts > 1 ? first.stride(0) : pitch), experts, nullptr};
-  std::vector<uint64_t> at(experts);
-  for (int64_t e = 0; e < experts; ++e) at[e] = reinterpret_cast<uint64_t>(tensors[e].data_ptr());
-  const auto [low, high] = std::minmax_element(at.begin(), at.end());
-  uint64_t unit = 0;
-  for (const uint64_t a : at) unit = std::gcd(unit, a - *low);
+// `tensor` holds all experts [E, out, in] ([E, in, out] in memory, if `transposed`), or it is one of E matrices alike,
+// which lie at `addresses`.
+inline Weight weight_of(const Tensor& tensor, const int64_t* addresses, int64_t experts, bool transposed, int* places) {
+  const int64_t dims = tensor.dim(), pitch = tensor.stride(transposed ? dims - 1 : dims - 2);
+  if (!addresses) return {tensor.data_ptr(), pitch, 2 * (experts > 1 ? tensor.stride(0) : pitch), experts, nullptr};
+  const auto [low, high] = std::minmax_element(addresses, addresses + experts);
+  int64_t unit = 0;
+  for (int64_t e = 0; e < experts; ++e) unit = std::gcd(unit, addresses[e] - *low);
   if (unit == 0) unit = 2 * pitch;  // all are the same one
-  const uint64_t last = (*high - *low) / unit;
-  STD_TORCH_CHECK(unit < uint64_t(1) << 40 && last < uint64_t(1) << 31,
+  const int64_t last = (*high - *low) / unit;
+  STD_TORCH_CHECK(unit < int64_t(1) << 40 && last < int64_t(1) << 31,
                   "mok-compile, sm90 engine: weights lie too far apart");
-  for (int64_t e = 0; e < experts; ++e) places[e] = int((at[e] - *low) / unit);
-  return {reinterpret_cast<const void*>(*low), pitch, int64_t(unit), int64_t(last) + 1, nullptr};
+  for (int64_t e = 0; e < experts; ++e) places[e] = int((addresses[e] - *low) / unit);
+  return {reinterpret_cast<const void*>(*low), pitch, unit, last + 1, nullptr};
 }
 
-// `up` (gate, then up, where they are separate) and `down` are tensors for all experts or as many for each. `plan`:
-// from which the kernels read the places, see tell_places(), or null.
-inline Weights weights_of(const Tensors& up, const Tensors& down, const Sizes& sizes, Layout layout, bool transposed,
-                          const Plan* plan) {
+// `up` (gate, then up, where they are separate) and `down` hold all experts, or one of them each: then `addresses` has
+// all experts' for each of these tensors in turn. `plan`: from which the kernels read the places, see tell_places(), or
+// null.
+inline Weights weights_of(const Tensors& up, const Tensor& down, const Integers& addresses, const Sizes& sizes,
+                          Layout layout, bool transposed, const Plan* plan) {
   const int64_t experts = sizes.experts;
-  const bool separate = layout == Layout::kSeparate, lists = down[0].dim() == 2;
-  const size_t each = lists ? size_t(experts) : 1;
-  STD_TORCH_CHECK(experts <= kMaxExperts && down.size() == each && up.size() == (separate ? 2 : 1) * each,
+  const bool lists = down.dim() == 2;
+  const size_t parts = layout == Layout::kSeparate ? 2 : 1;
+  STD_TORCH_CHECK(experts <= kMaxExperts && up.size() == parts && (lists || down.size(0) == experts) &&
+                      addresses.size() == (lists ? (parts + 1) * experts : 0),
                   "mok-compile, sm90 engine: a number of weights that is not that of the experts");
   Weights found;
-  const Tensor* const banks[] = {up.data(), up.data() + (separate ? each : 0), down.data()};
+  const Tensor* const tensors[] = {&up[0], &up[parts - 1], &down};
+  const size_t banks[] = {0, parts - 1, parts};
   Weight* const weights[] = {&found.up[0], &found.up[1], &found.down};
   found.scattered = false;
   for (int i = 0; i < Places::kWeights; ++i) {
     int* const places = found.places.at[i];
-    *weights[i] = weight_of(banks[i], experts, transposed, places);
-    if (!lists) continue;
-    for (int64_t e = 0; e < experts; ++e) found.scattered |= places[e] != e;
+    const int64_t* const at = lists ? addresses.data() + banks[i] * experts : nullptr;
+    *weights[i] = weight_of(*tensors[i], at, experts, transposed, places);
+    for (int64_t e = 0; at && e < experts; ++e) found.scattered |= places[e] != e;
   }
   if (found.scattered && plan)
     for (int i = 0; i < Places::kWeights; ++i) weights[i]->places = plan->places + i * experts;

@@ -304,10 +304,10 @@ def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, boo
         ops.check(x, ids, weights, *lists, call.spec)
     except (TypeError, ValueError) as error:
         return str(error), False
-    transposed = sm90.storage(up, down[0]) if expected else False
-    if isinstance(transposed, str):
-        return f'{transposed}; transport="collectives" takes them as they are', False
-    return None, transposed
+    found = sm90.storage(up, down[0]) if expected else sm90.Storage(False, [])
+    if isinstance(found, str):
+        return f'{found}; transport="collectives" takes them as they are', False
+    return None, found.transposed
 
 
 def _describe(operands: Operands, call: Call) -> str:

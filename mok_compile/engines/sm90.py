@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -48,8 +49,8 @@ class Sm90:
 
     def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
         experts = Experts.of(up, down, up_bias, down_bias, spec)
-        transposed = _ready(x, ids, weights, down, experts, spec)
-        if transposed is None:
+        where = _ready(x, ids, weights, down, experts, spec)
+        if where is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
         ops = torch.ops.mok_sm90
         ids, weights, num_experts, inner = ids_of(ids), weights.contiguous(), len(experts), down[0].shape[-1]
@@ -63,22 +64,22 @@ class Sm90:
         if slots == 0:
             return y, h, order, offsets.zero_()
         a, rows = x.new_empty(slots, inner), x.new_empty(slots + 1, hidden)
-        operands = (x, ids, weights, up, down, up_bias, down_bias)
+        operands = (x, ids, weights, *_firsts(experts), where.addresses, up_bias, down_bias)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
-            if not save and not transposed and _few(*ids.shape, num_experts):
+            if not save and not where.transposed and _few(*ids.shape, num_experts):
                 ops.decode(*operands, layout, activation, y, order, offsets, a, rows, stream_of(x))
                 return y, h, order, offsets
             plan = int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
             counts = int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
             scratch = (plan, counts, a, rows)
-            ops.forward(*operands, layout, transposed, activation, y, h, order, offsets, *scratch, stream_of(x))
+            ops.forward(*operands, layout, where.transposed, activation, y, h, order, offsets, *scratch, stream_of(x))
         return y, h, order, offsets
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
         experts = Experts.of(up, down, up_bias, down_bias, spec)
-        transposed = _ready(x, ids, weights, down, experts, spec)
-        if transposed is None or ids.numel() == 0:
+        where = _ready(x, ids, weights, down, experts, spec)
+        if where is None or ids.numel() == 0:
             return get("portable").backward(
                 dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
             )
@@ -96,17 +97,18 @@ class Sm90:
         score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
         dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
         dweights = torch.empty_like(weights) if need_weights and not on_input else None
-        down_grad = _empty_gradient(experts.down, transposed) if need_down else None
-        up_grads = [_empty_gradient(bank, transposed) for bank in experts.up] if need_up else []
+        down_grad = _empty_gradient(experts.down, where.transposed) if need_down else None
+        up_grads = [_empty_gradient(bank, where.transposed) for bank in experts.up] if need_up else []
         # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
         room = slots * max(hidden, inner)
         scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
-            how = (layout, transposed, activation)
+            operands = (dy, x, ids, weights, *_firsts(experts), where.addresses)
+            how = (layout, where.transposed, activation)
             grads = (dx, dweights, up_grads, down_grad)
             saved = (h, order, offsets)
-            ops.backward(dy, x, ids, weights, up, down, *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
+            ops.backward(*operands, *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
         del scratch
         of_experts = [*up_grads, *([down_grad] if need_down else [])]
         up_bias, down_bias = _biases(experts)
@@ -165,6 +167,13 @@ def _few(tokens: int, top_k: int, num_experts: int) -> bool:
     for every 8 of its rows: once, for up to 8 tokens, and seldom twice where experts have 4 rows on average. With more
     slots the other path was as fast or faster on an H200 (docs/kernels/sm90.md)."""
     return tokens * top_k <= (64 if tokens <= 8 else min(32, 4 * num_experts))
+
+
+def _firsts(experts: Experts) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Of each bank of up, and of down, the tensor of all experts or the first one's. The ops take it beside all
+    addresses: a list of tensors costs a call seven times as much as one of numbers."""
+    first = [bank if isinstance(bank, torch.Tensor) else bank[0] for bank in (*experts.up, experts.down)]
+    return first[:-1], first[-1]
 
 
 def _biases(experts: Experts) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -245,14 +254,23 @@ def _unsupported(spec: ExpertsSpec, problem: Problem) -> str | None:
     return None
 
 
-def _ready(x, ids, weights, down, experts, spec) -> bool | None:
-    """Whether the weights are stored as [E, in, out] instead of [E, out, in]; None where the kernels cannot run: that
-    depends on how the weights lie in memory and on the number of tokens, and the graph may come from elsewhere."""
+@dataclass(frozen=True)
+class Storage:
+    """How a block's weights lie in memory. ``transposed``: as [E, in, out] instead of [E, out, in]; ``addresses``: of
+    lists, those of the experts' matrices, up (gate, then up) before down."""
+
+    transposed: bool
+    addresses: list[int]
+
+
+def _ready(x, ids, weights, down, experts, spec) -> Storage | None:
+    """How the weights lie in memory; None where the kernels cannot run: that depends on it and on the number of tokens,
+    and the graph may come from elsewhere."""
     reason = _unsupported(spec, Problem.of(x, ids, weights, down))
-    transposed = False
+    found = None
     if reason is None:
         found = storage(experts.up, experts.down)
-        reason, transposed = (found, False) if isinstance(found, str) else (None, found)
+        reason = found if isinstance(found, str) else None
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
@@ -263,17 +281,16 @@ def _ready(x, ids, weights, down, experts, spec) -> bool | None:
     if reason is not None:
         warn_once(f"mok-compile: the portable engine runs in place of sm90: {reason}")
         return None
-    return transposed
+    return found
 
 
-def storage(up: list[Bank], down: Bank) -> bool | str:
-    """Whether the weights are stored as [E, in, out] instead of [E, out, in], or why the kernels cannot read them."""
-    banks = [[bank] if isinstance(bank, torch.Tensor) else bank for bank in (*up, down)]
-    orders = {_order(bank) for bank in banks}
-    if None in orders or len(orders) > 1:
-        return "it needs all weights stored as [experts, out, in], or all as [experts, in, out], in rows of 16 bytes"
-    for bank in banks:
-        addresses = list(map(torch.Tensor.data_ptr, bank))
+def storage(up: list[Bank], down: Bank) -> Storage | str:
+    """How the weights lie in memory, or why the kernels cannot read them."""
+    orders, of_lists = set(), []
+    for bank in (*up, down):
+        tensors = [bank] if isinstance(bank, torch.Tensor) else bank
+        orders.add(_order(tensors))
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
         if math.gcd(*addresses) % 16:
             return "it needs weights that start at a multiple of 16 bytes"
         # The distance of two experts is at most a number of 31 bits times one of 40 bits, that divides all distances:
@@ -281,15 +298,19 @@ def storage(up: list[Bank], down: Bank) -> bool | str:
         low, far = min(addresses), max(addresses) - min(addresses)
         if far >= 16 << 31 and far >= min(math.gcd(*(a - low for a in addresses)) << 31, 1 << 40):
             return "it needs weights that lie closer together in memory"
-    return orders.pop()
+        if tensors is bank:
+            of_lists += addresses
+    if None in orders or len(orders) > 1:
+        return "it needs all weights stored as [experts, out, in], or all as [experts, in, out], in rows of 16 bytes"
+    return Storage(orders.pop(), of_lists)
 
 
 def _order(bank: list[torch.Tensor]) -> bool | None:
     """Whether matrices are stored as [in, out] instead of [out, in]; None where the kernels cannot read them: matrices
     may lie anywhere, but their rows must have one distance, in multiples of 16 bytes."""
-    first = bank[0]
-    if len(bank) == 1 and first.is_contiguous():
+    if all(map(torch.Tensor.is_contiguous, bank)):
         return False
+    first = bank[0]
     strides = {*map(torch.Tensor.stride, bank)}
     if len(strides) > 1:
         return None

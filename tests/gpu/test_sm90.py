@@ -318,7 +318,7 @@ def test_weights_with_gaps(tokens, transposed):
         return found.mT if transposed else found
 
     block.up, block.down = ([with_gaps(w) for w in ws] for ws in (block.up, block.down))
-    assert sm90_module.storage(block.up, block.down[0]) is transposed
+    assert sm90_module.storage(block.up, block.down[0]).transposed is transposed
     assert_same(everything(block), results)
 
 
@@ -425,7 +425,7 @@ def test_a_tensor_per_expert_has_the_bits_of_stacked_weights(case, place):
     block = Block(*case.pop("sizes"), **case)
     expected = everything(block)
     listed(block, place)
-    assert sm90_module.storage(*lists_of(block)) is case.get("transposed", False)
+    assert sm90_module.storage(*lists_of(block)).transposed is case.get("transposed", False)
     assert_same(everything(block), expected)
 
 
