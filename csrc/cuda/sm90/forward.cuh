@@ -13,7 +13,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
   static constexpr bool kWaits = true, kGathers = true, kPulls = true;
-  static constexpr int kStages = Forward::kSplit ? 4 : 5, kPatches = 2;
+  static constexpr int kStages = Forward::kSplit ? 4 : 5, kPatches = 3;  // a strip of 96 columns
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
   static constexpr int kWidth = is_gated(kColumns) ? kTileN / 2 : kTileN;
@@ -167,31 +167,36 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     const int column = task.column + warp.line_column(), room = p.inner - column;
     T* const to_a = p.a_out + row * p.inner + column;
     if constexpr (kColumns == Columns::kHalves) {
-      T* const to_h = p.h + row * 2 * p.inner + column;
+      const Strip<96> strip{warp.patch()};
+      const int64_t first = row - warp.line_row();
+      const int strip_rows = rows + warp.line_row(), columns = p.inner - task.column;
+      const auto store = [&](T* to, int stride) {
+        __syncwarp();
+        strip.store<2>(to + first * stride + task.column, stride, strip_rows, columns);
+        __syncwarp();
+      };
+      if (p.h) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+          for (int i = 0; i < 6; ++i) strip.put(i, h + part * (kTileN / 8) + 4 * i);
+          store(p.h + part * p.inner, 2 * p.inner);
+        }
+      }
 #pragma unroll kUnroll
       for (int piece = 0; piece < 3; ++piece) {
-        const int lines = room > piece * 32 ? rows : 0;
         const uint32_t *const g = h, *const u = h + kTileN / 8;
-        if (p.h) {
-          __syncwarp();
-          warp.put<0>(g);
-          warp.put<1>(u);
-          __syncwarp();
-          warp.store<0>(to_h + piece * 32, 2 * p.inner, lines);
-          warp.store<1>(to_h + p.inner + piece * 32, 2 * p.inner, lines);
-        }
         uint32_t a[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float2 gg = Pair<T>::unpack(g[i]), uu = Pair<T>::unpack(u[i]);
           a[i] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
         }
-        __syncwarp();
-        warp.put<0>(a);
-        __syncwarp();
-        warp.store<0>(to_a + piece * 32, p.inner, lines);
+        strip.put(2 * piece, a);
+        strip.put(2 * piece + 1, a + 4);
         next_piece<8>(h);
       }
+      store(p.a_out, p.inner);
     } else if constexpr (kColumns == Columns::kInterleaved) {
       // A pair of neighbours is gate and up of one column of `a`.
       const int column_h = 2 * task.column + warp.line_column(), room_h = 2 * p.inner - column_h;

@@ -201,7 +201,7 @@ struct Warp {
     cell = place(patch, lane() % 16, lane() / 16);
     line = place(patch, lane() / 4, lane() % 4);
   }
-  __device__ __forceinline__ uint32_t patch() const { return cell & ~(kPatch - 1); }
+  __device__ __forceinline__ uint32_t patch() const { return cell & ~(kPatch - 1); }  // of patch 0
   static __device__ __forceinline__ uint32_t place(uint32_t patch, int row, int chunk) {
     return patch + row * kPatchRow + ((chunk ^ row / 2 % 4) << 4);
   }

@@ -1,7 +1,7 @@
 // Tasks over row blocks: how tiles of sorted rows times an expert's weight are found, loaded and stored.
 #pragma once
 
-#include "persistent.cuh"
+#include "strips.cuh"
 
 namespace mok::sm90 {
 
@@ -127,74 +127,6 @@ __device__ __forceinline__ Task block_task(const Plan& plan, int num_blocks, int
           0,
           group.first + block,
           {0, 0}};
-}
-
-template <class T>
-__device__ __forceinline__ float2 bias_pair(const T* bias, int column, int columns) {
-  if (column >= columns) return make_float2(0.0f, 0.0f);
-  return Pair<T>::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
-}
-
-// Writes the accumulators (plus `bias`, one per column, or null) of a tile to rows of `columns` elements.
-template <class T, bool kBias, int kHalves>
-__device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
-                                           int stride, int columns, const T* bias) {
-  const int room = columns - task.column - warp.line_column();
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
-    if (task.rows <= first) break;
-    T* const at =
-        to + static_cast<int64_t>(task.row + first + warp.line_row()) * stride + task.column + warp.line_column();
-#pragma unroll
-    for (int piece = 0; piece < 6; ++piece) {
-      uint32_t out[8];
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        float2 add = make_float2(0.0f, 0.0f);
-        if (kBias && bias) add = bias_pair(bias, task.column + piece * 32 + b * 8 + warp.lane() % 4 * 2, columns);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* const v = &acc[half][(piece * 4 + b) * 4 + r * 2];
-          out[2 * b + r] = Pair<T>::pack(v[0] + add.x, v[1] + add.y);
-        }
-      }
-      __syncwarp();
-      warp.put<0>(out);
-      __syncwarp();
-      warp.store<0>(at + piece * 32, stride, room > piece * 32 ? rows : 0);
-    }
-  }
-}
-
-// Writes the transposed tile: its columns become lines of `to`, `stride` elements apart. `rows` and `columns` of the
-// tile exist. A piece of 16 columns lies in half a patch as 16 lines of 16 rows: two 16-byte chunks, exchanged in every
-// other four lines, so that eight lines of a matrix do not meet in a bank. Pieces take the halves in turn.
-template <class T, int kHalves>
-__device__ __forceinline__ void store_flipped(int rows, int columns, const Accumulators<kHalves>& acc, const Warp& warp,
-                                              T* to, int stride) {
-  const int lane = warp.lane(), line = lane / 2, first = warp.index() * 16 + lane % 2 * 8;
-  const auto place = [&](int line, int chunk) { return warp.patch() + line * 32 + ((chunk ^ line / 4 % 2) << 4); };
-  const uint32_t put = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), get = place(line, lane % 2);
-  T* const at = to + static_cast<int64_t>(line) * stride + first;
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-    for (int piece = 0; piece < kTileN / 16; ++piece) {
-      uint32_t out[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const v = &acc[half][piece * 8 + i * 2];
-        out[i] = Pair<T>::pack(v[0], v[1]);
-      }
-      const uint32_t turn = piece % 2 * (kPatch / 2);
-      ptx::store_flipped_matrices(put + turn, out);
-      __syncwarp();
-      if (line + piece * 16 < columns && half * 64 + first < rows)
-        *reinterpret_cast<uint4*>(at + static_cast<int64_t>(piece * 16) * stride + half * 64) =
-            ptx::load_shared(get + turn);
-    }
-  }
 }
 
 }  // namespace mok::sm90

@@ -1,0 +1,116 @@
+// How a consumer warp writes its rows of a tile: through a strip of shared memory, 16 rows of 64 or 96 columns, from
+// which whole lines of memory go out. Pieces of lines would cost the L2 a request each: weight gradients of few rows,
+// which do little but write, took 1.7 times as long with pieces of 64 bytes.
+#pragma once
+
+#include "persistent.cuh"
+
+namespace mok::sm90 {
+
+// The strip lies row by row. Of its 16-byte chunks, eight (of 96 columns: four) that follow each other change places
+// with the row, so that neither eight rows of one chunk nor eight chunks of one row meet in a bank.
+template <int kColumns>
+struct Strip {
+  static_assert(kColumns == 64 || kColumns == 96);
+  static constexpr int kChunks = kColumns / 8, kLoads = kChunks / 2;  // 16-byte loads of a lane
+  static constexpr uint32_t kRow = kColumns * 2, kBytes = 16 * kRow;
+
+  uint32_t base;
+
+  static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    return row * kRow + ((kColumns == 64 ? chunk ^ row % 8 : chunk ^ row / 2 % 4) << 4);
+  }
+  // 16 columns, the `number`-th, of an accumulator fragment: fragment[2 * b + r] is block b of 8 columns, rows 8 * r to
+  // 8 * r + 7.
+  __device__ __forceinline__ void put(int number, const uint32_t* fragment) const {
+    const int lane = threadIdx.x % 32;
+    const uint32_t first = base + place(lane % 16, lane / 16);
+    ptx::store_matrices(kColumns == 64 ? first ^ number * 32 : (first ^ number % 2 * 32) + number / 2 * 64, fragment);
+  }
+  // Writes the first `rows` rows and `columns` columns to `to`, of rows `stride` elements apart. `kAtOnce` loads are in
+  // flight together, as far as there are registers for them.
+  template <int kAtOnce = kLoads, class T>
+  __device__ __forceinline__ void store(T* to, int stride, int rows, int columns) const {
+#pragma unroll kAtOnce
+    for (int i = 0; i < kLoads; ++i) {
+      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
+      if (row < rows && chunk * 8 < columns)
+        *reinterpret_cast<uint4*>(to + (row * stride + chunk * 8)) = ptx::load_shared(base + place(row, chunk));
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ float2 bias_pair(const T* bias, int column, int columns) {
+  if (column >= columns) return make_float2(0.0f, 0.0f);
+  return Pair<T>::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
+}
+
+// Writes the accumulators (plus `bias`, one per column, or null) of a tile to rows of `columns` elements.
+template <class T, bool kBias, int kHalves>
+__device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
+                                           int stride, int columns, const T* bias) {
+  const Strip<64> strip{warp.patch()};
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int first = half * 64 + warp.index() * 16;
+    if (task.rows <= first) break;
+    T* const at = to + static_cast<int64_t>(task.row + first) * stride + task.column;
+#pragma unroll
+    for (int piece = 0; piece < kTileN / 64; ++piece) {
+      __syncwarp();
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        uint32_t out[4];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const int block = (piece * 4 + quarter) * 2 + b;
+          float2 add = make_float2(0.0f, 0.0f);
+          if (kBias && bias) add = bias_pair(bias, task.column + block * 8 + warp.lane() % 4 * 2, columns);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float* const v = &acc[half][block * 4 + r * 2];
+            out[2 * b + r] = kBias ? Pair<T>::pack(v[0] + add.x, v[1] + add.y) : Pair<T>::pack(v[0], v[1]);
+          }
+        }
+        strip.put(quarter, out);
+      }
+      __syncwarp();
+      strip.store<kBias ? 1 : 4>(at + piece * 64, stride, task.rows - first, columns - task.column - piece * 64);
+    }
+  }
+}
+
+// Writes the transposed tile: its columns become lines of `to`, `stride` elements apart. `rows` and `columns` of the
+// tile exist. The four warps of a group exchange 64 columns of a half tile through their strips: lines of 64 rows.
+template <class T, int kHalves>
+__device__ __forceinline__ void store_flipped(int rows, int columns, const Accumulators<kHalves>& acc, const Warp& warp,
+                                              T* to, int stride) {
+  using Line = Strip<64>;
+  const int lane = warp.lane(), group = threadIdx.x / 128;
+  const uint32_t own = warp.patch(), first = own - warp.index() * Line::kBytes;
+  const uint32_t put = first + Line::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2);
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+    for (int piece = 0; piece < kTileN / 64; ++piece) {
+      ptx::group_sync(group);
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        uint32_t out[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const v = &acc[half][(piece * 4 + quarter) * 8 + i * 2];
+          out[i] = Pair<T>::pack(v[0], v[1]);
+        }
+        ptx::store_flipped_matrices(put + quarter * Line::kBytes, out);
+      }
+      ptx::group_sync(group);
+      const int column = piece * 64 + warp.index() * 16;
+      Line{own}.store(to + static_cast<int64_t>(column) * stride + half * 64, stride, columns - column,
+                      rows - half * 64);
+    }
+  }
+}
+
+}  // namespace mok::sm90
