@@ -10,13 +10,6 @@ namespace mok::ptx {
 // Keeps the compiler from moving loads and stores across.
 __device__ __forceinline__ void order() { asm volatile("" ::: "memory"); }
 
-// a ^ b, computed where it stands: kept in registers for a whole kernel, such values take those that are short.
-__device__ __forceinline__ uint32_t xor_here(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 __device__ __forceinline__ int load_acquire(const int* p) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

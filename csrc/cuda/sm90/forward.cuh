@@ -13,12 +13,13 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
   static constexpr bool kWaits = true, kGathers = true, kPulls = true;
-  static constexpr int kStages = Forward::kSplit ? 4 : 5, kPatches = 3;  // a strip of 96 columns
+  static constexpr int kStages = Forward::kSplit ? 4 : 5, kStrips = Strip<96>::kBytes;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
   static constexpr int kWidth = is_gated(kColumns) ? kTileN / 2 : kTileN;
   // Columns of h per column of `a` from one tile to the next.
   static constexpr int kScale = kColumns == Columns::kInterleaved ? 2 : 1;
+  static constexpr bool kGated = is_gated(kColumns);
   enum Kind : int { kUp, kDown };
 
   struct Params {
@@ -118,9 +119,9 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     round_tile<T, kHalves>(acc, h);
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16, rows = task.rows - first - warp.line_row();
+      const int first = half * 64 + warp.index() * 16;
       if (task.rows <= first) break;
-      finish_up(p, task, h[0], task.row + first + warp.line_row(), rows, warp);
+      finish_up(p, task, h[0], task.row + first, task.rows - first, warp);
       next_half<kHalves>(h);
     }
     ptx::fence_for_async();
@@ -156,35 +157,44 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     }
   }
 
-  // Saves a half tile's h and a: 16 rows of this warp, of which this lane writes `row` and the one 8 further, as far as
-  // `rows` goes. The activation sees h as it is rounded for saving, so that backward finds the same value. A loop over
-  // pieces works on the first one and moves the others there, see next_half; only the common gate is worth its whole
-  // code.
+  // Saves a half tile's h and a: of this warp's 16 rows, which start at `row`, the first `rows`. The activation sees h as
+  // it is rounded for saving, so that backward finds the same value. A loop over pieces works on the first one and moves
+  // the others there, see next_half; only the common gate is worth its whole code.
   static __device__ __forceinline__ void finish_up(const Params& p, const Task& task, uint32_t (&h)[kAccumulators / 2],
                                                    int64_t row, int rows, const Warp& warp) {
     constexpr int kUnroll = kPlain ? 3 : 1;
+    constexpr bool kApart = kColumns == Columns::kHalves;
     const Gate<kPlain> gate{p.activation};
-    const int column = task.column + warp.line_column(), room = p.inner - column;
-    T* const to_a = p.a_out + row * p.inner + column;
-    if constexpr (kColumns == Columns::kHalves) {
-      const Strip<96> strip{warp.patch()};
-      const int64_t first = row - warp.line_row();
-      const int strip_rows = rows + warp.line_row(), columns = p.inner - task.column;
-      const auto store = [&](T* to, int stride) {
-        __syncwarp();
-        strip.store<2>(to + first * stride + task.column, stride, strip_rows, columns);
-        __syncwarp();
-      };
-      if (p.h) {
+    const int columns = p.inner - task.column, stride = kGated ? 2 * p.inner : p.inner;
+    const Strip<96> wide{warp.strips};
+    const Strip<64> strip{warp.strips};
+    const auto store = [&](const auto& from, T* to, int stride, int room) {
+      __syncwarp();
+      from.template store<2>(to, stride, rows, room);
+      __syncwarp();
+    };
+    if (p.h) {
+      T* const to = p.h + row * stride + kScale * task.column;
+      if constexpr (kApart) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
-          for (int i = 0; i < 6; ++i) strip.put(i, h + part * (kTileN / 8) + 4 * i);
-          store(p.h + part * p.inner, 2 * p.inner);
+          for (int i = 0; i < 6; ++i) wide.put(i, h + part * (kTileN / 8) + 4 * i);
+          store(wide, to + part * p.inner, stride, columns);
+        }
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < 3; ++piece) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) strip.put(i, h + 16 * piece + 4 * i);
+          store(strip, to + piece * 64, stride, kScale * columns - piece * 64);
         }
       }
+    }
+    T* const to = p.a_out + row * p.inner + task.column;
 #pragma unroll kUnroll
-      for (int piece = 0; piece < 3; ++piece) {
+    for (int piece = 0; piece < 3; ++piece) {
+      if constexpr (kApart) {
         const uint32_t *const g = h, *const u = h + kTileN / 8;
         uint32_t a[8];
 #pragma unroll
@@ -192,56 +202,34 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
           const float2 gg = Pair<T>::unpack(g[i]), uu = Pair<T>::unpack(u[i]);
           a[i] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
         }
-        strip.put(2 * piece, a);
-        strip.put(2 * piece + 1, a + 4);
+        wide.put(2 * piece, a);
+        wide.put(2 * piece + 1, a + 4);
         next_piece<8>(h);
-      }
-      store(p.a_out, p.inner);
-    } else if constexpr (kColumns == Columns::kInterleaved) {
-      // A pair of neighbours is gate and up of one column of `a`.
-      const int column_h = 2 * task.column + warp.line_column(), room_h = 2 * p.inner - column_h;
-      T* const to_h = p.h + row * 2 * p.inner + column_h;
-#pragma unroll kUnroll
-      for (int piece = 0; piece < 3; ++piece) {
-        if (p.h) {
-          __syncwarp();
-          warp.put<0>(h);
-          warp.put<1>(h + 8);
-          __syncwarp();
-          warp.store<0>(to_h + piece * 64, 2 * p.inner, room_h > piece * 64 ? rows : 0);
-          warp.store<1>(to_h + piece * 64 + 32, 2 * p.inner, room_h > piece * 64 + 32 ? rows : 0);
-        }
-        __syncwarp();
+      } else if constexpr (kColumns == Columns::kInterleaved) {
+        // A pair of neighbours is gate and up of one column of `a`.
 #pragma unroll
         for (int i = 0; i < 16; ++i) {  // block i / 2 of 4 columns, rows 8 * (i % 2) on
           const float2 v = Pair<T>::unpack(h[i]);
-          const uint32_t at = warp.in_row(0, i / 2 * 8, i % 2) + warp.lane() % 4 * 2;
+          const uint32_t at = wide.at(warp.row() + i % 2 * 8, piece * 64 + i / 2 * 8) + warp.lane() % 4 * 2;
           ptx::store_shared_half(at, Pair<T>::pack(gate.value(v.x, v.y), 0.0f));
         }
-        __syncwarp();
-        warp.store<0>(to_a + piece * 32, p.inner, room > piece * 32 ? rows : 0);
+        next_piece<16>(h);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t a[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 v = Pair<T>::unpack(h[4 * i + j]);
+            a[j] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
+          }
+          strip.put(i, a);
+        }
+        store(strip, to + piece * 64, p.inner, columns - piece * 64);
         next_piece<16>(h);
       }
-    } else {
-      T* const to_h = p.h + row * p.inner + column;
-#pragma unroll kUnroll
-      for (int piece = 0; piece < 6; ++piece) {
-        const int lines = room > piece * 32 ? rows : 0;
-        uint32_t a[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 v = Pair<T>::unpack(h[i]);
-          a[i] = Pair<T>::pack(gate.value(v.x), gate.value(v.y));
-        }
-        __syncwarp();
-        if (p.h) warp.put<0>(h);
-        warp.put<1>(a);
-        __syncwarp();
-        if (p.h) warp.store<0>(to_h + piece * 32, p.inner, lines);
-        warp.store<1>(to_a + piece * 32, p.inner, lines);
-        next_piece<8>(h);
-      }
     }
+    if (kGated) store(wide, to, p.inner, columns);
   }
 };
 

@@ -9,7 +9,7 @@
 //
 // - Element; Params, among them `int* error` and `int* ticket`; kProducerRegisters and kConsumerRegisters.
 //
-// - kStages and kPatches: how the shared memory is used, stages of 40 KB and patches of each consumer warp.
+// - kStages and kStrips: how the shared memory is used, stages of 40 KB and bytes for each consumer warp.
 //
 // - kTransposeA, kTransposeB: whether the operand is contiguous along M or N instead of K.
 //
@@ -54,9 +54,6 @@ constexpr int kRagged = 1 << 22;
 constexpr uint32_t kBytesA = kTileM * kTileK * 2;
 constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed
 constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed operand
-// A patch of 16 rows x 32 elements: 16-byte chunk c of row r lies at chunk c ^ r / 2 % 4, so that neither eight rows of
-// one chunk nor two whole rows meet in a bank.
-constexpr uint32_t kPatchRow = 64, kPatch = 16 * kPatchRow;
 
 // Where a wait took too long, as the error word says it; or that there is no room for all rows.
 enum Site : int {
@@ -114,12 +111,12 @@ struct Task {
   }
 };
 
-// The CTA's shared memory, as an operation divides it: stages, then patches for the consumer warps, tasks, barriers.
+// The CTA's shared memory, as an operation divides it: stages, then strips of the consumer warps, tasks, barriers.
 template <class Op>
 struct Ring {
   static constexpr int kStages = Op::kStages;
-  static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtPatches = kStages * kBytesStage;
-  static constexpr uint32_t kAtTasks = kAtPatches + 8 * Op::kPatches * kPatch;
+  static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtStrips = kStages * kBytesStage;
+  static constexpr uint32_t kAtTasks = kAtStrips + 8 * Op::kStrips;
   static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
   static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
@@ -134,8 +131,8 @@ struct Ring {
   __device__ __forceinline__ uint32_t task_empty(int s) const { return full(2 * kStages + kTaskSlots + s); }
   __device__ __forceinline__ uint32_t turn(int group) const { return full(2 * kStages + 2 * kTaskSlots + group); }
   __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * 32; }
-  __device__ __forceinline__ uint32_t patches(int consumer_warp) const {
-    return base + kAtPatches + consumer_warp * Op::kPatches * kPatch;
+  __device__ __forceinline__ uint32_t strips(int consumer_warp) const {
+    return base + kAtStrips + consumer_warp * Op::kStrips;
   }
 
   // A wait of seconds can only be a bug. It is marked and ends, as do all waits after it; `combine` then poisons the
@@ -189,61 +186,14 @@ struct Ring {
   }
 };
 
-// A consumer warp: it owns 16 rows of each half tile and moves them to and from global memory through patches of shared
-// memory of 16 rows x 32 columns. Per lane, a patch looks two ways: as matrices, in accumulator fragments
-// (fragment[2 * b + r]: block b of 8 columns, rows 8 * r to 8 * r + 7), and as lines, row lane / 4 (+ 8) and 16 bytes
-// at column lane % 4 * 8.
+// A consumer warp: it owns 16 rows of each half tile, and `strips`, the address of its shared memory. A lane's rows in an
+// accumulator fragment are row() and the one 8 further.
 struct Warp {
-  uint32_t cell, line;  // addresses in patch 0
+  uint32_t strips;
 
-  // `patch` is the address of the warp's patch 0.
-  __device__ __forceinline__ explicit Warp(uint32_t patch) {
-    cell = place(patch, lane() % 16, lane() / 16);
-    line = place(patch, lane() / 4, lane() % 4);
-  }
-  __device__ __forceinline__ uint32_t patch() const { return cell & ~(kPatch - 1); }  // of patch 0
-  static __device__ __forceinline__ uint32_t place(uint32_t patch, int row, int chunk) {
-    return patch + row * kPatchRow + ((chunk ^ row / 2 % 4) << 4);
-  }
   static __device__ __forceinline__ int index() { return threadIdx.x / 32 % 4; }  // in its warpgroup
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int line_row() { return lane() / 4; }
-  static __device__ __forceinline__ int line_column() { return lane() % 4 * 8; }
-
-  // One half, 16 columns, of patch kNumber.
-  template <int kNumber>
-  __device__ __forceinline__ void put(int half, const uint32_t* fragment) const {
-    ptx::store_matrices((cell ^ half * 32) + kNumber * kPatch, fragment);
-  }
-  template <int kNumber>
-  __device__ __forceinline__ void get(int half, uint32_t* fragment) const {
-    ptx::load_matrices((cell ^ half * 32) + kNumber * kPatch, fragment);
-  }
-  template <int kNumber>
-  __device__ __forceinline__ void put(const uint32_t* fragment) const {
-    put<kNumber>(0, fragment);
-    put<kNumber>(1, fragment + 4);
-  }
-  // A third way to look: `bytes` into row lane / 4 + 8 * r.
-  __device__ __forceinline__ uint32_t in_row(int number, int bytes, int r) const {
-    const uint32_t chunks = (bytes & ~15) ^ lane() % 4 * 16;  // from the lane's own, in which `line` lies
-    return ptx::xor_here(line, chunks) + (bytes & 15) + number * kPatch + r * 8 * kPatchRow;
-  }
-  // `at` is this lane's place in the first line, `rows` the lines that exist from its own on.
-  template <int kNumber, class T>
-  __device__ __forceinline__ void store(T* at, int stride, int rows) const {
-    const uint32_t from = line + kNumber * kPatch;
-    if (rows > 0) *reinterpret_cast<uint4*>(at) = ptx::load_shared(from);
-    if (rows > 8)
-      *reinterpret_cast<uint4*>(at + 8 * static_cast<int64_t>(stride)) = ptx::load_shared(from + 8 * kPatchRow);
-  }
-  // The other way, without waiting: see copies_commit(). Lines that do not exist become zero.
-  template <int kNumber, class T>
-  __device__ __forceinline__ void fetch(const T* at, int stride, int rows) const {
-    const uint32_t to = line + kNumber * kPatch;
-    ptx::copy16(to, at, rows > 0 ? 16 : 0);
-    ptx::copy16(to + 8 * kPatchRow, at + 8 * static_cast<int64_t>(stride), rows > 8 ? 16 : 0);
-  }
+  static __device__ __forceinline__ int row() { return lane() / 4; }
 };
 
 // A thread's part of a tile, one or two halves of 64 rows high.
@@ -458,7 +408,7 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
 
 template <class Op>
 __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring, int group) {
-  const Warp warp(ring.patches(group * 4 + Warp::index()));
+  const Warp warp{ring.strips(group * 4 + Warp::index())};
   // A one-bit phase cannot tell a use of a stage from the one before the last, so the groups' main loops take turns.
   for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);

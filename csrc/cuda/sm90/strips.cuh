@@ -20,12 +20,21 @@ struct Strip {
   static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return row * kRow + ((kColumns == 64 ? chunk ^ row % 8 : chunk ^ row / 2 % 4) << 4);
   }
-  // 16 columns, the `number`-th, of an accumulator fragment: fragment[2 * b + r] is block b of 8 columns, rows 8 * r to
-  // 8 * r + 7.
-  __device__ __forceinline__ void put(int number, const uint32_t* fragment) const {
+  __device__ __forceinline__ uint32_t at(int row, int byte) const {
+    return base + place(row, byte / 16) + byte % 16;
+  }
+  // Where this lane's part of 16 columns, the `number`-th, is put and got.
+  __device__ __forceinline__ uint32_t cell(int number) const {
     const int lane = threadIdx.x % 32;
     const uint32_t first = base + place(lane % 16, lane / 16);
-    ptx::store_matrices(kColumns == 64 ? first ^ number * 32 : (first ^ number % 2 * 32) + number / 2 * 64, fragment);
+    return kColumns == 64 ? first ^ number * 32 : (first ^ number % 2 * 32) + number / 2 * 64;
+  }
+  // 16 columns of an accumulator fragment: fragment[2 * b + r] is block b of 8 columns, rows 8 * r to 8 * r + 7.
+  __device__ __forceinline__ void put(int number, const uint32_t* fragment) const {
+    ptx::store_matrices(cell(number), fragment);
+  }
+  __device__ __forceinline__ void get(int number, uint32_t* fragment) const {
+    ptx::load_matrices(cell(number), fragment);
   }
   // Writes the first `rows` rows and `columns` columns to `to`, of rows `stride` elements apart. `kAtOnce` loads are in
   // flight together, as far as there are registers for them.
@@ -36,6 +45,16 @@ struct Strip {
       const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
       if (row < rows && chunk * 8 < columns)
         *reinterpret_cast<uint4*>(to + (row * stride + chunk * 8)) = ptx::load_shared(base + place(row, chunk));
+    }
+  }
+  // The other way, without waiting: see copies_commit(). What does not exist becomes zero.
+  template <int kAtOnce = kLoads, class T>
+  __device__ __forceinline__ void fetch(const T* from, int stride, int rows, int columns) const {
+#pragma unroll kAtOnce
+    for (int i = 0; i < kLoads; ++i) {
+      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
+      ptx::copy16(base + place(row, chunk), from + (row * stride + chunk * 8),
+                  row < rows && chunk * 8 < columns ? 16 : 0);
     }
   }
 };
@@ -50,7 +69,7 @@ __device__ __forceinline__ float2 bias_pair(const T* bias, int column, int colum
 template <class T, bool kBias, int kHalves>
 __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
                                            int stride, int columns, const T* bias) {
-  const Strip<64> strip{warp.patch()};
+  const Strip<64> strip{warp.strips};
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int first = half * 64 + warp.index() * 16;
@@ -88,7 +107,7 @@ __device__ __forceinline__ void store_flipped(int rows, int columns, const Accum
                                               T* to, int stride) {
   using Line = Strip<64>;
   const int lane = warp.lane(), group = threadIdx.x / 128;
-  const uint32_t own = warp.patch(), first = own - warp.index() * Line::kBytes;
+  const uint32_t own = warp.strips, first = own - warp.index() * Line::kBytes;
   const uint32_t put = first + Line::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2);
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {

@@ -24,7 +24,7 @@ struct WeightGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
   static constexpr bool kWaits = false, kGathers = true;
-  static constexpr int kStages = 5, kPatches = 2;
+  static constexpr int kStages = 5, kStrips = Strip<64>::kBytes;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
