@@ -10,6 +10,13 @@ namespace mok::ptx {
 // Keeps the compiler from moving loads and stores across.
 __device__ __forceinline__ void order() { asm volatile("" ::: "memory"); }
 
+// a ^ b, computed where it stands: kept in registers for a whole kernel, such values take those that are short.
+__device__ __forceinline__ uint32_t xor_here(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ int load_acquire(const int* p) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -153,11 +160,22 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       : "memory");
 }
 
+// The other way: writes the box from shared memory, as far as it lies inside the tensor, on the copy engine's own time.
+__device__ __forceinline__ void send_box(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void sends_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until what this thread has sent is read: its shared memory can be written again.
+__device__ __forceinline__ void sends_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Orders shared memory written through ordinary instructions (cp.async among them) before reads by the tensor cores.
+// Orders shared memory written through ordinary instructions (cp.async among them) before reads by the tensor cores and
+// the copy engine.
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "activation.cuh"
+#include "patches.cuh"
 #include "rows.cuh"
 
 namespace mok::sm90 {
@@ -12,12 +13,11 @@ struct DownGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = true, kPulls = true;
-  // h is read ahead, through two pairs of strips: one of gate and one of up (interleaved: one after the other).
-  static constexpr int kStages = 4, kPair = 2 * Strip<64>::kBytes, kStrips = 2 * kPair;
+  static constexpr int kStages = 4, kPatches = 6, kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
-  static constexpr int kAtOnce = kInterleaved ? 1 : 2;  // see Strip
-  static constexpr int kPieces = kTileN / 64;  // of a half tile: 64 columns of da and of each of gate and up
+  static constexpr int kPieces = kTileN / 32;  // of a half tile: 32 columns of da and of each of gate and up
+  static constexpr int kPairs = kPatches / 2;
 
   struct Params {
     CUtensorMap down;  // boxes of 64 x 64, or 64 x 96 if transposed
@@ -67,57 +67,56 @@ struct DownGrad : Common<> {
     }
   };
 
-  // Where a warp finds its 16 rows of h and dh, in the half tile that starts at row `first` of the tile.
-  struct Place {
-    int64_t at;  // element of the first row, in the piece of columns 0
-    int rows;    // that exist, from the first on
-    int room;    // columns that exist
-    int second;  // columns from a strip's to those of the pair's other one
+  // Where a lane finds its lines of h and dh, in the half tile that starts at row `first` of the tile.
+  struct Lines {
+    int64_t at;  // element of the first line, in the piece of columns 0
+    int rows;    // lines from the lane's own on
+    int room;    // columns from the lane's own on, of da
+    int second;  // columns from a patch's to those of the pair's other one
     int stride;
 
-    __device__ __forceinline__ Place(const Params& p, const Task& task, const Warp& warp, int first) {
-      const int row = first + warp.index() * 16, scale = kInterleaved ? 2 : 1;
+    __device__ __forceinline__ Lines(const Params& p, const Task& task, const Warp& warp, int first) {
+      const int row = first + warp.index() * 16 + warp.row(), scale = kInterleaved ? 2 : 1;
       stride = kGated ? 2 * p.inner : p.inner;
-      at = static_cast<int64_t>(task.row + row) * stride + scale * task.column;
+      at = static_cast<int64_t>(task.row + row) * stride + scale * task.column + Patches::line_column();
       rows = task.rows - row;
-      room = scale * (p.inner - task.column);
-      second = kInterleaved ? 64 : p.inner;
+      room = scale * (p.inner - task.column) - Patches::line_column();
+      second = kInterleaved ? 32 : p.inner;
     }
-    // Of the piece's columns in the first or second strip of the pair.
-    __device__ __forceinline__ int64_t element(int piece, bool other) const {
-      return at + piece * (kInterleaved ? 128 : 64) + (kGated && other ? second : 0);
+    // Of the piece's columns in the first or second patch of the pair.
+    __device__ __forceinline__ int64_t place(int piece, bool other) const {
+      return at + piece * (kInterleaved ? 64 : 32) + (kGated && other ? second : 0);
     }
-    __device__ __forceinline__ int columns(int piece, bool other) const {
-      return room - (kInterleaved ? piece * 128 + (other ? 64 : 0) : piece * 64);
+    __device__ __forceinline__ int lines(int piece, bool other) const {
+      const int column = kInterleaved ? piece * 64 + (other ? 32 : 0) : piece * 32;
+      return room > column ? rows : 0;
     }
-  };
-  // Without a gate, the second strip alone.
-  struct Strips {
-    Strip<64> first, second;
-    __device__ __forceinline__ Strips(const Warp& warp, int number)
-        : first{warp.strips + number * kPair}, second{first.base + Strip<64>::kBytes} {}
   };
 
-  // Starts to read a piece of h.
-  static __device__ __forceinline__ void read_ahead(const Params& p, const Place& place, int piece, const Strips& pair) {
+  // Starts to read a piece of h into a pair of patches, that of number piece % kPairs.
+  template <int kPair>
+  static __device__ __forceinline__ void read_ahead(const Params& p, const Lines& lines, int piece,
+                                                    const Patches& patches) {
     if (kGated)
-      pair.first.template fetch<kAtOnce>(p.h + place.element(piece, false), place.stride, place.rows, place.columns(piece, false));
-    pair.second.template fetch<kAtOnce>(p.h + place.element(piece, true), place.stride, place.rows, place.columns(piece, true));
+      patches.template fetch<2 * kPair>(p.h + lines.place(piece, false), lines.stride, lines.lines(piece, false));
+    patches.template fetch<2 * kPair + 1>(p.h + lines.place(piece, true), lines.stride, lines.lines(piece, true));
   }
 
-  // The first two pieces are on their way since before the tile's products.
+  // Two pieces are always on their way, the first ones since before the tile's products.
   static __device__ __forceinline__ void prepare(const Params& p, const Task& task, const Warp& warp) {
-    const Place place(p, task, warp, 0);
-#pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      if (place.rows > 0) read_ahead(p, place, piece, Strips(warp, piece));
-      ptx::copies_commit();
-    }
+    const Patches patches(warp);
+    const Lines lines(p, task, warp, 0);
+    const bool any = task.rows > warp.index() * 16;
+    if (any) read_ahead<0>(p, lines, 0, patches);
+    ptx::copies_commit();
+    if (any) read_ahead<1>(p, lines, 1, patches);
+    ptx::copies_commit();
   }
 
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
+    const Patches patches(warp);
     // da is rounded here, as PyTorch's own product would be.
     Rounded<kHalves> rounded;
     round_tile<T, kHalves>(acc, rounded);
@@ -128,25 +127,33 @@ struct DownGrad : Common<> {
       const int row = i / 2 * 64 + i % 2 * 8 + warp.index() * 16 + warp.row();
       weights[i] = row < task.rows ? p.weights.load(p.plan.order[task.row + row]) : 0.0f;
     }
-    int number = 0;  // of the pair
 #pragma unroll 1  // see next_half
     for (int half = 0; half < kHalves; ++half) {
       const int first = half * 64 + warp.index() * 16;
       if (task.rows <= first) break;
-      const Place place(p, task, warp, half * 64);
+      const Lines lines(p, task, warp, half * 64);
       const bool more = half + 1 < kHalves && task.rows > first + 64;
+      const int row = task.row + first + warp.row();  // in fragments as in lines: this one and + 8
+      const int room_a = p.inner - task.column - Patches::line_column();
+      T* const to_a = p.a + static_cast<int64_t>(row) * p.inner + task.column + Patches::line_column();
       const float weight[2] = {half == 0 ? weights[0] : weights[2 * kHalves - 2],
                                half == 0 ? weights[1] : weights[2 * kHalves - 1]};
       float score[2] = {0.0f, 0.0f};
-#pragma unroll 1  // as for the halves
-      for (int piece = 0; piece < kPieces; ++piece, number ^= 1) {
-        const Strips pair(warp, number);
-        ptx::copies_wait<1>();
+      const auto work = [&](int round, auto number) {
+        constexpr int kNumber = number.value, kPair = 2 * kNumber, kNext = (kNumber + 2) % kPairs;
+        const int piece = round * kPairs + kNumber;
+        if (piece + 2 < kPieces) {
+          read_ahead<kNext>(p, lines, piece + 2, patches);
+        } else if (more) {
+          read_ahead<kNext>(p, Lines(p, task, warp, half * 64 + 64), piece + 2 - kPieces, patches);
+        }
+        ptx::copies_commit();
+        ptx::copies_wait<2>();
         __syncwarp();
-        uint32_t a[16];
+        uint32_t a[8];
         // One pair of columns: da, gate and up (interleaved: gate and up of each) become their gradients.
         const auto element = [&](int block, int r, uint32_t& g, uint32_t& u) {
-          const float2 da = Pair<T>::unpack(rounded[0][block * 2 + r]);
+          const float2 da = Pair<T>::unpack(rounded[0][(kNumber * 4 + block) * 2 + r]);
           const float2 first = Pair<T>::unpack(g), second = Pair<T>::unpack(u);
           const float2 gg = !kGated ? second : kInterleaved ? make_float2(first.x, second.x) : first;
           const float2 uu = kInterleaved ? make_float2(first.y, second.y) : second;
@@ -165,55 +172,48 @@ struct DownGrad : Common<> {
         };
         if constexpr (kInterleaved) {
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const int block = i / 2, r = i % 2;
-            const Strip<64>& strip = block < 4 ? pair.first : pair.second;
-            const uint32_t at = strip.at(warp.row() + r * 8, block % 4 * 32 + warp.lane() % 4 * 8);
+          for (int i = 0; i < 8; ++i) {
+            const uint32_t at = patches.in_row(kPair + i / 4, i / 2 % 2 * 32 + warp.lane() % 4 * 8, i % 2);
             uint2 v = ptx::load_shared_pair(at);
-            element(block, r, v.x, v.y);
+            element(i / 2, i % 2, v.x, v.y);
             ptx::store_shared_pair(at, v);
           }
         } else {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) {
+          for (int c = 0; c < 2; ++c) {
             uint32_t g[4], u[4];
-            pair.second.get(c, u);
-            if (kGated) pair.first.get(c, g);
+            patches.template get<kPair + 1>(c, u);
+            if (kGated) patches.template get<kPair>(c, g);
 #pragma unroll
             for (int i = 0; i < 4; ++i) element(2 * c + i / 2, i % 2, g[i], u[i]);
-            pair.second.put(c, u);
-            if (kGated) pair.first.put(c, g);
+            patches.template put<kPair + 1>(c, u);
+            if (kGated) patches.template put<kPair>(c, g);
           }
         }
         __syncwarp();
         if (kGated)
-          pair.first.template store<kAtOnce>(p.dh + place.element(piece, false), place.stride, place.rows,
-                                       place.columns(piece, false));
-        pair.second.template store<kAtOnce>(p.dh + place.element(piece, true), place.stride, place.rows,
-                                      place.columns(piece, true));
+          patches.template store<kPair>(p.dh + lines.place(piece, false), lines.stride, lines.lines(piece, false));
+        patches.template store<kPair + 1>(p.dh + lines.place(piece, true), lines.stride, lines.lines(piece, true));
         __syncwarp();
-#pragma unroll
-        for (int c = 0; c < 4; ++c) pair.first.put(c, a + 4 * c);
+        patches.template put<kPair>(a);
         __syncwarp();
-        pair.first.template store<kAtOnce>(p.a + static_cast<int64_t>(task.row + first) * p.inner + task.column + piece * 64,
-                                     p.inner, place.rows, p.inner - task.column - piece * 64);
+        patches.template store<kPair>(to_a + piece * 32, p.inner, room_a > piece * 32 ? lines.rows : 0);
         __syncwarp();
-        if (piece + 2 < kPieces) {
-          read_ahead(p, place, piece + 2, pair);
-        } else if (more) {
-          read_ahead(p, Place(p, task, warp, half * 64 + 64), piece + 2 - kPieces, pair);
-        }
-        ptx::copies_commit();
-        next_piece<16>(rounded[0]);
+      };
+#pragma unroll 1  // as for the halves
+      for (int round = 0; round < kPieces / kPairs; ++round) {
+        work(round, Index<0>{});
+        work(round, Index<1>{});
+        work(round, Index<2>{});
+        next_piece<kPairs * 8>(rounded[0]);
       }
       // Columns past the end added nothing: their da is an exact zero.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         score[r] += __shfl_xor_sync(~0u, score[r], 1);
         score[r] += __shfl_xor_sync(~0u, score[r], 2);
-        if (warp.lane() % 4 == 0 && place.rows > warp.row() + 8 * r)
-          p.dscore[static_cast<int64_t>(task.column / kTileN) * p.slots + task.row + first + warp.row() + 8 * r] =
-              score[r];
+        if (warp.lane() % 4 == 0 && lines.rows > 8 * r)
+          p.dscore[static_cast<int64_t>(task.column / kTileN) * p.slots + row + 8 * r] = score[r];
       }
       next_half<kHalves>(rounded);
     }

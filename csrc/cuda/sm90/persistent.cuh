@@ -27,7 +27,8 @@
 //   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
 //
 // - prepare(p, task, warp): what a consumer warp does before it multiplies; finish(p, task, acc, warp): what it does
-//   with its rows of the tile then; finish_empty(p, task, warp): the same for a task without steps. See Common.
+//   with its rows of the tile then; finish_empty(p, task, warp): the same for a task without steps; drain(): what a
+//   thread does at the end. See Common.
 //
 // Tasks are handed out in order and a CTA works on its tasks in order; a task may wait for tasks with smaller tickets
 // only. So the unfinished task with the smallest ticket never waits, however many CTAs are running.
@@ -82,6 +83,7 @@ struct Common {
   static __device__ __forceinline__ void prepare(const A&...) {}
   template <class... A>
   static __device__ __forceinline__ void finish_empty(const A&...) {}
+  static __device__ __forceinline__ void drain() {}
 };
 
 template <int kValue>
@@ -430,6 +432,7 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
       Op::finish(p, task, acc, warp);
     }
   }
+  Op::drain();
 }
 
 template <class Op>

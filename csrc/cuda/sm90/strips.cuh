@@ -23,7 +23,7 @@ struct Strip {
   __device__ __forceinline__ uint32_t at(int row, int byte) const {
     return base + place(row, byte / 16) + byte % 16;
   }
-  // Where this lane's part of 16 columns, the `number`-th, is put and got.
+  // Where this lane's part of 16 columns, the `number`-th, is put.
   __device__ __forceinline__ uint32_t cell(int number) const {
     const int lane = threadIdx.x % 32;
     const uint32_t first = base + place(lane % 16, lane / 16);
@@ -32,9 +32,6 @@ struct Strip {
   // 16 columns of an accumulator fragment: fragment[2 * b + r] is block b of 8 columns, rows 8 * r to 8 * r + 7.
   __device__ __forceinline__ void put(int number, const uint32_t* fragment) const {
     ptx::store_matrices(cell(number), fragment);
-  }
-  __device__ __forceinline__ void get(int number, uint32_t* fragment) const {
-    ptx::load_matrices(cell(number), fragment);
   }
   // Writes the first `rows` rows and `columns` columns to `to`, of rows `stride` elements apart. `kAtOnce` loads are in
   // flight together, as far as there are registers for them.
@@ -45,16 +42,6 @@ struct Strip {
       const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
       if (row < rows && chunk * 8 < columns)
         *reinterpret_cast<uint4*>(to + (row * stride + chunk * 8)) = ptx::load_shared(base + place(row, chunk));
-    }
-  }
-  // The other way, without waiting: see copies_commit(). What does not exist becomes zero.
-  template <int kAtOnce = kLoads, class T>
-  __device__ __forceinline__ void fetch(const T* from, int stride, int rows, int columns) const {
-#pragma unroll kAtOnce
-    for (int i = 0; i < kLoads; ++i) {
-      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
-      ptx::copy16(base + place(row, chunk), from + (row * stride + chunk * 8),
-                  row < rows && chunk * 8 < columns ? 16 : 0);
     }
   }
 };
@@ -100,34 +87,48 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
   }
 }
 
-// Writes the transposed tile: its columns become lines of `to`, `stride` elements apart. `rows` and `columns` of the
-// tile exist. The four warps of a group exchange 64 columns of a half tile through their strips: lines of 64 rows.
-template <class T, int kHalves>
-__device__ __forceinline__ void store_flipped(int rows, int columns, const Accumulators<kHalves>& acc, const Warp& warp,
-                                              T* to, int stride) {
-  using Line = Strip<64>;
+// Where a group collects a half tile for the copy engine: three boxes of 64 lines of 64 elements.
+struct Outbox {
+  static constexpr uint32_t kBox = 64 * 128, kBytes = kTileN / 64 * kBox;
+};
+
+// Leaves the tile, of which `rows` and `columns` exist, to the copy engine; `map` has boxes of 64 x 64. Its first element
+// is (row, column) of matrix z, or (column, row) if kFlipped: then the tile's columns become lines. Strips of a quarter
+// outbox each.
+template <class T, bool kFlipped, int kHalves>
+__device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, const Warp& warp, const CUtensorMap* map,
+                                          int row, int column, int z, int rows, int columns) {
   const int lane = warp.lane(), group = threadIdx.x / 128;
-  const uint32_t own = warp.strips, first = own - warp.index() * Line::kBytes;
-  const uint32_t put = first + Line::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2);
+  const bool leader = threadIdx.x % 128 == 0;
+  const uint32_t outbox = warp.strips - warp.index() * (Outbox::kBytes / 4);
+  const uint32_t cell = outbox + (kFlipped ? Strip<64>::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2)
+                                           : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
+    if (leader) ptx::sends_wait_read();
+    ptx::group_sync(group);
 #pragma unroll
-    for (int piece = 0; piece < kTileN / 64; ++piece) {
-      ptx::group_sync(group);
+    for (int i = 0; i < kTileN / 16; ++i) {
+      const uint32_t box = i / 4 * Outbox::kBox;
+      uint32_t out[4];
 #pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        uint32_t out[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* const v = &acc[half][(piece * 4 + quarter) * 8 + i * 2];
-          out[i] = Pair<T>::pack(v[0], v[1]);
-        }
-        ptx::store_flipped_matrices(put + quarter * Line::kBytes, out);
+      for (int j = 0; j < 4; ++j) out[j] = Pair<T>::pack(acc[half][i * 8 + j * 2], acc[half][i * 8 + j * 2 + 1]);
+      if constexpr (kFlipped) {
+        ptx::store_flipped_matrices(cell + box + i % 4 * Strip<64>::kBytes, out);
+      } else {
+        ptx::store_matrices((cell ^ i % 4 * 32) + box, out);
       }
-      ptx::group_sync(group);
-      const int column = piece * 64 + warp.index() * 16;
-      Line{own}.store(to + static_cast<int64_t>(column) * stride + half * 64, stride, columns - column,
-                      rows - half * 64);
+    }
+    ptx::fence_shared_for_async();
+    ptx::group_sync(group);
+    if (leader) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 64; ++i) {
+        if (i * 64 >= columns || half * 64 >= rows) continue;
+        const int x = column + i * 64, y = row + half * 64;
+        ptx::send_box(map, outbox + i * Outbox::kBox, kFlipped ? y : x, kFlipped ? x : y, z);
+      }
+      ptx::sends_commit();
     }
   }
 }

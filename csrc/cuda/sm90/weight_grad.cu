@@ -12,6 +12,12 @@ const char* run(const WeightGradArguments& in, void* stream) {
   if (const char* error =
           ragged_map(&p.dense, in.dtype, in.dense, in.sizes.slots(), in.dense_columns, in.dense_stride, 64))
     return error;
+  const cuuint64_t across = cuuint64_t(kFlipped ? in.gathered_columns : in.dense_columns),
+                   down = cuuint64_t(kFlipped ? in.dense_columns : in.gathered_columns);
+  if (const char* error = encode_map<3>(
+          &p.sent, in.dtype, in.out,
+          {{across, down, cuuint64_t(in.sizes.experts)}, {2 * across, 2 * across * down}, {64, 64}}))
+    return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + in.ticket;

@@ -24,12 +24,13 @@ struct WeightGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
   static constexpr bool kWaits = false, kGathers = true;
-  static constexpr int kStages = 5, kStrips = Strip<64>::kBytes;
+  static constexpr int kStages = 4, kStrips = Outbox::kBytes / 4;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
   struct Params {
     CUtensorMap dense;  // ragged, boxes of 64 x 64
+    CUtensorMap sent;   // out, boxes of 64 x 64
     Plan plan;
     int* error;
     int* ticket;
@@ -138,31 +139,22 @@ struct WeightGrad : Common<> {
     }
   };
 
-  // The tile's first element in out, and the distance to the next one of the gathered side or of the other.
-  static __device__ __forceinline__ T* tile_out(const Params& p, const Task& task) {
-    const int64_t first = kFlipped ? static_cast<int64_t>(task.column) * p.gathered_columns + task.row
-                                   : static_cast<int64_t>(task.row) * p.dense_columns + task.column;
-    return p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first;
-  }
-
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
-    T* const to = tile_out(p, task);
-    if constexpr (kFlipped) {
-      store_flipped<T, kHalves>(task.rows, p.dense_columns - task.column, acc, warp, to, p.gathered_columns);
-    } else {
-      Task at_tile = task;
-      at_tile.row = at_tile.column = 0;
-      store_tile<T, false, kHalves>(at_tile, acc, warp, to, p.dense_columns, p.dense_columns - task.column, nullptr);
-    }
+    send_tile<T, kFlipped, kHalves>(acc, warp, &p.sent, task.row, task.column, task.expert, task.rows,
+                                    p.dense_columns - task.column);
   }
+  static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
 
   // An expert without rows: exact zeros.
   static __device__ __forceinline__ void finish_empty(const Params& p, const Task& task, const Warp& warp) {
     const int columns = min(kTileN, p.dense_columns - task.column);
     const int lines = kFlipped ? columns : task.rows, length = kFlipped ? task.rows : columns;
-    T* const to = tile_out(p, task) + warp.lane() * 8;
+    const int64_t first = kFlipped ? static_cast<int64_t>(task.column) * p.gathered_columns + task.row
+                                   : static_cast<int64_t>(task.row) * p.dense_columns + task.column;
+    T* const to = p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first +
+                  warp.lane() * 8;
     for (int line = warp.index(); line < lines; line += 4)
       if (warp.lane() * 8 < length)
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(line) * (kFlipped ? p.gathered_columns : p.dense_columns)) =
