@@ -242,6 +242,8 @@ def broken(**changes):
         ({"x": lambda x: x.long()}, TypeError, "one dtype"),
         ({"down": lambda d: [d[0].double()]}, TypeError, "one dtype"),
         ({"up_bias": lambda b: [b[0].half()]}, TypeError, "one dtype"),
+        ({"down": lambda d: [d[0].to("meta")]}, ValueError, "x is on cpu, others on meta"),
+        ({"ids": lambda i: i.to("meta")}, ValueError, "one device"),
         ({"down": lambda d: []}, ValueError, "at least one expert"),
         ({"ids": lambda i: i[:, :0], "weights": lambda w: w[:, :0]}, ValueError, "one slot per token"),
         ({"down": lambda d: [d[0].transpose(1, 2)]}, ValueError, "must be 1 of shape"),

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node N tests/gpu/ep_ranks.py CASE ...
 
-With fewer GPUs than ranks, ranks share them (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 must be set): their kernels then
-run in turns, and waits take milliseconds.
+With fewer GPUs than ranks, ranks share them (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 must be set): their kernels
+then run in turns, and waits take milliseconds.
 """
 
 import os

@@ -7,7 +7,7 @@ import torch
 from routers import CASES
 from torch.profiler import ProfilerActivity, profile
 
-from mok_compile import moe, ops, routing  # noqa: F401  the first two register the ops
+from mok_compile import build, moe, ops, routing  # noqa: F401  moe and ops register the ops
 from mok_compile.backend import mok
 from mok_compile.bench import ON_GPU, Block
 from mok_compile.engines import get, sm90_router
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cuda
 
 if reason := get("sm90").usable():
     pytest.skip(f"the sm90 engine does not run here: {reason}", allow_module_level=True)
+build.load("sm90")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # T, R, E, K. Few experts make small clusters; the last two are more tokens than clusters of 16 CTAs serve at once.

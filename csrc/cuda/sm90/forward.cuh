@@ -157,9 +157,9 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     }
   }
 
-  // Saves a half tile's h and a: of this warp's 16 rows, which start at `row`, the first `rows`. The activation sees h as
-  // it is rounded for saving, so that backward finds the same value. A loop over pieces works on the first one and moves
-  // the others there, see next_half; only the common gate is worth its whole code.
+  // Saves a half tile's h and a: of this warp's 16 rows, which start at `row`, the first `rows`. The activation sees h
+  // as it is rounded for saving, so that backward finds the same value. A loop over pieces works on the first one and
+  // moves the others there, see next_half; only the common gate is worth its whole code.
   static __device__ __forceinline__ void finish_up(const Params& p, const Task& task, uint32_t (&h)[kAccumulators / 2],
                                                    int64_t row, int rows, const Warp& warp) {
     constexpr int kUnroll = kPlain ? 3 : 1;

@@ -13,7 +13,8 @@ struct DownGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = true, kPulls = true;
-  static constexpr int kStages = 4, kPatches = 6, kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
+  static constexpr int kStages = 4, kPatches = 6,
+                       kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
   static constexpr int kPieces = kTileN / 32;  // of a half tile: 32 columns of da and of each of gate and up

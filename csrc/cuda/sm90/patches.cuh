@@ -11,8 +11,8 @@ namespace mok::sm90 {
 // in a bank.
 constexpr uint32_t kPatchRow = 64, kPatch = 16 * kPatchRow;
 
-// A warp's patches. Per lane, a patch looks two ways: as matrices, in accumulator fragments (fragment[2 * b + r]: block b
-// of 8 columns, rows 8 * r to 8 * r + 7), and as lines, row lane / 4 (+ 8) and 16 bytes at column lane % 4 * 8.
+// A warp's patches. Per lane, a patch looks two ways: as matrices, in accumulator fragments (fragment[2 * b + r]: block
+// b of 8 columns, rows 8 * r to 8 * r + 7), and as lines, row lane / 4 (+ 8) and 16 bytes at column lane % 4 * 8.
 struct Patches {
   uint32_t cell, line;  // addresses in patch 0
 

@@ -188,8 +188,8 @@ struct Ring {
   }
 };
 
-// A consumer warp: it owns 16 rows of each half tile, and `strips`, the address of its shared memory. A lane's rows in an
-// accumulator fragment are row() and the one 8 further.
+// A consumer warp: it owns 16 rows of each half tile, and `strips`, the address of its shared memory. A lane's rows in
+// an accumulator fragment are row() and the one 8 further.
 struct Warp {
   uint32_t strips;
 

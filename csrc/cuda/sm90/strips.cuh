@@ -20,9 +20,7 @@ struct Strip {
   static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return row * kRow + ((kColumns == 64 ? chunk ^ row % 8 : chunk ^ row / 2 % 4) << 4);
   }
-  __device__ __forceinline__ uint32_t at(int row, int byte) const {
-    return base + place(row, byte / 16) + byte % 16;
-  }
+  __device__ __forceinline__ uint32_t at(int row, int byte) const { return base + place(row, byte / 16) + byte % 16; }
   // Where this lane's part of 16 columns, the `number`-th, is put.
   __device__ __forceinline__ uint32_t cell(int number) const {
     const int lane = threadIdx.x % 32;
@@ -92,9 +90,9 @@ struct Outbox {
   static constexpr uint32_t kBox = 64 * 128, kBytes = kTileN / 64 * kBox;
 };
 
-// Leaves the tile, of which `rows` and `columns` exist, to the copy engine; `map` has boxes of 64 x 64. Its first element
-// is (row, column) of matrix z, or (column, row) if kFlipped: then the tile's columns become lines. Strips of a quarter
-// outbox each.
+// Leaves the tile, of which `rows` and `columns` exist, to the copy engine; `map` has boxes of 64 x 64. Its first
+// element is (row, column) of matrix z, or (column, row) if kFlipped: then the tile's columns become lines. Strips of a
+// quarter outbox each.
 template <class T, bool kFlipped, int kHalves>
 __device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, const Warp& warp, const CUtensorMap* map,
                                           int row, int column, int z, int rows, int columns) {

@@ -14,9 +14,9 @@ const char* run(const WeightGradArguments& in, void* stream) {
     return error;
   const cuuint64_t across = cuuint64_t(kFlipped ? in.gathered_columns : in.dense_columns),
                    down = cuuint64_t(kFlipped ? in.dense_columns : in.gathered_columns);
-  if (const char* error = encode_map<3>(
-          &p.sent, in.dtype, in.out,
-          {{across, down, cuuint64_t(in.sizes.experts)}, {2 * across, 2 * across * down}, {64, 64}}))
+  if (const char* error =
+          encode_map<3>(&p.sent, in.dtype, in.out,
+                        {{across, down, cuuint64_t(in.sizes.experts)}, {2 * across, 2 * across * down}, {64, 64}}))
     return error;
   p.plan = in.plan;
   p.error = in.plan.error;

@@ -153,8 +153,8 @@ struct WeightGrad : Common<> {
     const int lines = kFlipped ? columns : task.rows, length = kFlipped ? task.rows : columns;
     const int64_t first = kFlipped ? static_cast<int64_t>(task.column) * p.gathered_columns + task.row
                                    : static_cast<int64_t>(task.row) * p.dense_columns + task.column;
-    T* const to = p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first +
-                  warp.lane() * 8;
+    T* const to =
+        p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first + warp.lane() * 8;
     for (int line = warp.index(); line < lines; line += 4)
       if (warp.lane() * 8 < length)
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(line) * (kFlipped ? p.gathered_columns : p.dense_columns)) =
