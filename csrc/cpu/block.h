@@ -124,6 +124,7 @@ constexpr int64_t kRows = 10 * kRowsPacked;    // rows of a tile, at most
 constexpr int64_t kTokens = 4096;              // tokens whose 64 columns of output are summed at a time, at most
 constexpr int64_t kLead = kGroups * kColumns;  // row length of a product
 constexpr int64_t kRight = kSteps * (4 * kColumns + 4);  // lanes of the right operand that are packed at a time
+constexpr int64_t kKept = 4;  // blocks of streamed weights' steps whose inputs stay packed: kRight lanes each
 constexpr int64_t kLeadLanes = kSteps + 16;  // row length of the left operand; the pad spreads rows over cache sets
 constexpr int64_t kActivationBlock = 4 * kColumns;
 
@@ -149,9 +150,9 @@ struct Inputs {
 // Buffers of one thread.
 struct alignas(64) Scratch {
   Inputs packed;  // what is in `right`, where it is worth keeping
-  Lane left[kRowsPacked * kLeadLanes];
+  alignas(64) Lane left[kRowsPacked * kLeadLanes];
   Lane left_across[kSteps * kRowsPacked];
-  Lane right[kRight];
+  alignas(64) Lane right[kKept * kRight];
   float product[kRows * kLead];
   float sum[kTokens * kColumns];
   float gate[kActivationBlock], up[kActivationBlock];

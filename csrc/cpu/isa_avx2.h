@@ -24,7 +24,7 @@ struct Avx2 : Scalar {
 
   static Lanes packed_lanes(const Lane* src) { return _mm256_loadu_ps(reinterpret_cast<const float*>(src)); }
   static Sums no_sums() { return _mm256_setzero_ps(); }
-
+  static Lanes held(Lanes lanes) { return lanes; }
   template <class Element>
   static Lanes lanes(const Element* src) {
     return load8(src);

@@ -39,6 +39,9 @@ struct Avx512Base : Avx2 {
   template <class Element>
   static constexpr int64_t kPerLane = kPairsOfBf16 && std::is_same_v<Element, Bf16> ? 2 : 1;
 
+  template <class Element>
+  static constexpr bool kLanesInMemory = kPerLane<Element> == 2 || std::is_same_v<Element, F32>;
+
   // 16 lanes from the elements at src.
   static __m512i lanes(const F32* src) { return _mm512_loadu_si512(src); }
   static __m512i lanes(const F16* src) {
@@ -177,10 +180,17 @@ struct Avx512Base : Avx2 {
   using Sums = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kRowsAtOnce = 4;
-  static constexpr int kFewRows = 2;
+  template <class Element>
+  static constexpr int kWideRows = kLanesInMemory<Element> ? 3 : 2;  // widening a column costs more, the fewer the rows
 
   static Lanes packed_lanes(const Lane* src) { return _mm512_loadu_si512(src); }
   static Sums no_sums() { return _mm512_setzero_ps(); }
+
+  // In a register: the compiler would else read memory again for each product, more than the processor can.
+  static Lanes held(Lanes lanes) {
+    asm("" : "+v"(lanes));
+    return lanes;
+  }
 
   // The sums of each one's lanes.
   static __m128 add_across(__m512 a, __m512 b, __m512 c, __m512 d) {

@@ -41,8 +41,10 @@ struct Scalar {
   using Lanes = Quad;
   using Sums = Quad;
   static constexpr int kLanes = 4;
-  static constexpr int kRowsAtOnce = 3;  // by four columns: as many sums as there are registers for
-  static constexpr int kFewRows = 1;     // by eight
+  // As many sums as there are registers for.
+  static constexpr int kRowsAtOnce = 3;  // by four columns
+  template <class Element>
+  static constexpr int kWideRows = 1;  // by eight
 
   // The pad spreads rows over the sets of the cache.
   template <class Element>
@@ -57,7 +59,7 @@ struct Scalar {
   }
 
   static Sums no_sums() { return Quad{}; }
-
+  static Lanes held(Lanes lanes) { return lanes; }
   template <class Element>
   static Lanes lanes(const Element* src) {
     return Quad{widen(src[0]), widen(src[1]), widen(src[2]), widen(src[3])};

@@ -170,9 +170,9 @@ void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_
   const Inputs wanted{rows.base, rows.index, rows.scale, p0, count, k0, k};
   if (scratch.packed == wanted) return;
   scratch.packed = wanted;
-  const int64_t steps = streamed_steps(k, Pack::kPerLane);
   if constexpr (Isa::template kInTiles<Element>) {
     // Right operands of tile registers: [sixteen rows][step][row].
+    const int64_t steps = streamed_steps(k, Pack::kPerLane);
     const int64_t block = kSteps * Pack::kPerLane;
     for (int64_t r0 = 0; r0 < count; r0 += kRowsPacked) {
       const int64_t some = smaller(count - r0, kRowsPacked);
@@ -185,7 +185,12 @@ void pack_inputs(Scratch& scratch, const Rows<Element>& rows, int64_t p0, int64_
       }
     }
   } else {
-    Pack::rows_to(scratch.right, scratch, rows, p0, count, k0, k, steps, Isa::template lanes_streamed<Element>(steps));
+    constexpr int64_t kBlock = Isa::template kStreamedSteps<Element> * Pack::kPerLane;
+    Lane* dst = scratch.right;
+    for (int64_t c = 0; c < k; c += kBlock, dst += kRight) {
+      const int64_t part = smaller(k - c, kBlock), steps = streamed_steps(part, Pack::kPerLane);
+      Pack::rows_to(dst, scratch, rows, p0, count, k0 + c, part, steps, Isa::template lanes_streamed<Element>(steps));
+    }
   }
 }
 
@@ -198,11 +203,15 @@ void stream_weights(Scratch& scratch, float* product, const Rows<Element>& rows,
   using Pack = Packing<Isa, Element>;
   constexpr int64_t kPanel = Isa::template kPanel<Element>,
                     kBlock = Isa::template kStreamedSteps<Element> * Pack::kPerLane;
-  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    const int64_t part = smaller(k - k0, kBlock), room = streamed_rows<Isa, Element>(k);
-    for (int64_t r0 = 0; r0 < count; r0 += room) {
-      const int64_t some = smaller(count - r0, room);
-      pack_inputs<Isa>(scratch, rows, p0 + r0, some, k0, part);
+  const bool whole = k <= (Isa::template kInTiles<Element> ? 1 : kKept) * kBlock;
+  const int64_t room = streamed_rows<Isa, Element>(k);
+  for (int64_t r0 = 0; r0 < count; r0 += room) {
+    const int64_t some = smaller(count - r0, room);
+    if (whole) pack_inputs<Isa>(scratch, rows, p0 + r0, some, 0, k);
+    for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+      const int64_t part = smaller(k - k0, kBlock);
+      if (!whole) pack_inputs<Isa>(scratch, rows, p0 + r0, some, k0, part);
+      const Lane* inputs = scratch.right + (whole ? k0 / kBlock * kRight : 0);
       for (int64_t i = 0; i < matrices; i++) {
         for (int64_t c = 0; c < n; c += kPanel) {
           const Element* weight = weights[i].data + c * weights[i].column + k0;
@@ -213,11 +222,11 @@ void stream_weights(Scratch& scratch, float* product, const Rows<Element>& rows,
           float* out = product + r0 * kLead + i * kColumns + c;
           const int64_t columns = smaller(n - c, kPanel);
           if constexpr (Isa::template kInTiles<Element>) {
-            Isa::stream(weight, weights[i].column, columns, part, scratch.right, some, out, kLead, accumulate || k0 > 0,
+            Isa::stream(weight, weights[i].column, columns, part, inputs, some, out, kLead, accumulate || k0 > 0,
                         ahead);
           } else {
-            stream_dots<Isa>(weight, weights[i].column, columns, part, scratch.right, some, out, kLead,
-                             accumulate || k0 > 0, ahead);
+            stream_dots<Isa>(weight, weights[i].column, columns, part, inputs, some, out, kLead, accumulate || k0 > 0,
+                             ahead);
           }
         }
       }

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <type_traits>
+#if defined(__unix__)
+#include <unistd.h>
+#endif
 
 #include "convert.h"
 
@@ -32,13 +35,15 @@ constexpr int64_t streamed_steps(int64_t k, int64_t per_lane) { return ((k + per
 
 using Quad = float __attribute__((vector_size(16)));
 
-// Columns at a time. For few rows all of them go side by side, which keeps memory busy; for many, four of them stay in
-// the first level of the cache for all rows.
+// Columns of a panel: the next one is asked for meanwhile. All of them side by side keep memory busy where there are
+// few rows; with more, as many as stay in the first level of the cache.
 constexpr int64_t kDotColumns = 8;
+constexpr int64_t kFewRows = 8;
 
-// product[r][c] (+)= <packed row r, column c> over k numbers; with kAsk the same places of `next` are asked for.
-template <class Isa, int kR, int kC, bool kAsk, class Element>
-void dots(const Element* const* column, const Element* const* next, int64_t k, const Lane* rows, int64_t lead,
+// product[r][c] (+)= <packed row r, column[c]> over k numbers. The same places of kAsk columns from `ask` on, which lie
+// `gap` apart, are asked for.
+template <class Isa, int kR, int kC, int kAsk, class Element>
+void dots(const Element* const* column, const Element* ask, int64_t gap, int64_t k, const Lane* rows, int64_t lead,
           float* product, int64_t ld, bool accumulate) {
   constexpr int64_t kPerLane = Isa::template kPerLane<Element>, kWhole = Isa::kLanes * kPerLane;
   typename Isa::Sums sum[kR][kC];
@@ -52,17 +57,17 @@ void dots(const Element* const* column, const Element* const* next, int64_t k, c
     for (int r = 0; r < kR; r++) row[r] = Isa::packed_lanes(rows + r * lead + at / kPerLane);
 #pragma GCC unroll 8
     for (int c = 0; c < kC; c++) {
-      const typename Isa::Lanes weight = load(column[c] + at);
+      typename Isa::Lanes weight = load(column[c] + at);
+      // Only where memory is waited for do operands in memory pay: fewer instructions, so the processor looks further.
+      if constexpr (kR > 2 && kAsk < kC) weight = Isa::held(weight);
 #pragma GCC unroll 4
       for (int r = 0; r < kR; r++) sum[r][c] = Isa::template multiply_add<Element>(row[r], weight, sum[r][c]);
     }
   };
   int64_t at = 0;
   for (; at + kWhole <= k; at += kWhole) {
-    if constexpr (kAsk) {
 #pragma GCC unroll 8
-      for (int c = 0; c < kC; c++) __builtin_prefetch(next[c] + at, 0, 2);
-    }
+    for (int i = 0; i < kAsk; i++) __builtin_prefetch(ask + i * gap + at, 0, 2);
     step(at, [](const Element* src) { return Isa::lanes(src); });
   }
   if (at < k) step(at, [&](const Element* src) { return Isa::lanes(src, k - at); });
@@ -81,6 +86,22 @@ void dots(const Element* const* column, const Element* const* next, int64_t k, c
     }
 }
 
+// Whether the first level of the cache keeps kDotColumns columns, of as many steps as are multiplied at a time, while
+// rows pass by. Only speed depends on it.
+inline bool keeps_panel() {
+#if defined(MOK_FIRST_LEVEL)  // for tests
+  static const int64_t size = MOK_FIRST_LEVEL;
+#elif defined(_SC_LEVEL1_DCACHE_SIZE)
+  static const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+  static const int64_t size = 0;
+#endif
+  return kDotColumns * 2 * kSteps * static_cast<int64_t>(sizeof(Lane)) <= size * 3 / 4;
+}
+
+template <int kN>
+using Number = std::integral_constant<int, kN>;
+
 // product[r][c] (+)= <row r, column c> for n <= kDotColumns columns and `count` packed rows. Writes whole fours of
 // columns. `ahead` says where the next columns lie.
 template <class Isa, class Element>
@@ -88,35 +109,67 @@ void stream_dots(const Element* weight, int64_t stride, int64_t n, int64_t k, co
                  float* product, int64_t ld, bool accumulate, const Ahead& ahead) {
   const int64_t lead = Isa::template lanes_streamed<Element>(streamed_steps(k, Isa::template kPerLane<Element>));
   // Columns that are not there are the last one once more.
-  const Element *column[kDotColumns], *next[kDotColumns];
-  for (int64_t c = 0; c < kDotColumns; c++) {
-    column[c] = weight + (c < n ? c : n - 1) * stride;
-    next[c] = ahead.rows ? reinterpret_cast<const Element*>(ahead.row + c * ahead.stride) : column[c];
-  }
-  const auto go = [&](auto some, auto wide, int64_t r, int64_t c) {
-    const auto ask = [&](auto asks) {
-      dots<Isa, some.value, wide.value, asks.value>(column + c, next + c, k, rows + r * lead, lead,
-                                                    product + r * ld + c, ld, accumulate);
-    };
-    r == 0 ? ask(std::true_type()) : ask(std::false_type());
+  const Element* column[kDotColumns];
+  for (int64_t c = 0; c < kDotColumns; c++) column[c] = weight + (c < n ? c : n - 1) * stride;
+  const Element* next = ahead.rows ? reinterpret_cast<const Element*>(ahead.row) : weight;
+  const int64_t gap = ahead.rows ? ahead.stride / static_cast<int64_t>(sizeof(Element)) : 0;
+  const auto go = [&](auto some, auto wide, auto asks, int64_t r, int64_t c, int64_t asked) {
+    dots<Isa, some.value, wide.value, asks.value>(column + c, next + asked * gap, gap, k, rows + r * lead, lead,
+                                                  product + r * ld + c, ld, accumulate);
   };
-  using One = std::integral_constant<int, 1>;
-  using Two = std::integral_constant<int, 2>;
-  using Three = std::integral_constant<int, 3>;
-  using Four = std::integral_constant<int, 4>;
-  using All = std::integral_constant<int, kDotColumns>;
-  if (n > 4 && count == 1) return go(One(), All(), 0, 0);
-  if constexpr (Isa::kFewRows > 1)
-    if (n > 4 && count == 2) return go(Two(), All(), 0, 0);
-  for (int64_t c = 0; c < n; c += 4) {
-    int64_t r = 0;
-    for (; r + Isa::kRowsAtOnce <= count; r += Isa::kRowsAtOnce)
-      go(std::integral_constant<int, Isa::kRowsAtOnce>(), Four(), r, c);
-    if (count - r == 1) go(One(), Four(), r, c);
-    if (count - r == 2) go(Two(), Four(), r, c);
-    if constexpr (Isa::kRowsAtOnce > 3)
-      if (count - r == 3) go(Three(), Four(), r, c);
+  // Columns c .. c + width, kMost rows at a time.
+  const auto columns = [&](auto width, auto most, int64_t c) {
+    constexpr int kWidth = width.value, kMost = most.value;
+    int64_t tiles = count / kMost, left = count % kMost;
+    // One row by itself is the slowest: rather two and two.
+    const bool pairs = kMost == 3 && left == 1 && tiles > 0;
+    if (pairs) tiles--;
+    // The more tiles there are, the fewer columns each asks for: memory answers evenly.
+    int64_t each = kWidth, asked = 0;
+    while (each > 1 && tiles * each >= 2 * kWidth) each /= 2;
+    for (int64_t i = 0; i < tiles; i++, asked += each) {
+      const auto tile = [&](auto asks) { go(most, width, asks, i * kMost, c, c + asked); };
+      if (asked >= kWidth) {
+        tile(Number<0>());
+      } else if (each == 1) {
+        tile(Number<1>());
+      } else if (each == 2) {
+        tile(Number<2>());
+      } else if (each == 4) {
+        tile(Number<4>());
+      } else {
+        tile(Number<kWidth>());
+      }
+    }
+    const auto rest = [&](auto some, int64_t r) {
+      r == 0 ? go(some, width, width, r, c, c) : go(some, width, Number<0>(), r, c, c);
+    };
+    const int64_t r = tiles * kMost;
+    if (pairs && r == 0) {
+      using Half = Number<kWidth / 2>;
+      go(Number<2>(), width, Half(), 0, c, c);
+      go(Number<2>(), width, Half(), 2, c, c + kWidth / 2);
+    } else if (pairs) {
+      rest(Number<2>(), r);
+      rest(Number<2>(), r + 2);
+    } else if (left == 1) {
+      rest(Number<1>(), r);
+    } else if (left == 2) {
+      rest(Number<2>(), r);
+    } else if (left == 3) {
+      if constexpr (kMost > 3) rest(Number<3>(), r);
+    }
+  };
+  using Wide = Number<kDotColumns>;
+  constexpr int kWideRows = Isa::template kWideRows<Element>;
+  if (n > 4) {
+    if (count == 1) return go(Number<1>(), Wide(), Wide(), 0, 0, 0);
+    if constexpr (kWideRows > 1)
+      if (count == 2) return go(Number<2>(), Wide(), Wide(), 0, 0, 0);
+    if constexpr (kWideRows > 2)
+      if (count <= kFewRows || keeps_panel()) return columns(Wide(), Number<kWideRows>(), 0);
   }
+  for (int64_t c = 0; c < n; c += 4) columns(Number<4>(), Number<Isa::kRowsAtOnce>(), c);
 }
 
 }  // namespace

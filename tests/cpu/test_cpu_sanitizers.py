@@ -11,7 +11,7 @@ import pytest
 from mok_compile import build
 
 HERE = Path(__file__).parent
-FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -DMOK_EMULATE_AMX"
+FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -DMOK_EMULATE_AMX -DMOK_FIRST_LEVEL=65536"
 
 
 def runtime(name: str) -> str:
