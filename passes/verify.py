@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def verify(
     copies = [
         _copy(given) if node in written else _concrete(given) for node, given in zip(placeholders, inputs, strict=True)
     ]
-    with _same_random_state(inputs), eager_choice():
+    with _aside(inputs), eager_choice():
         run = _Run(gm, view, insertions)
         run.run(*copies)
     return run.compared
@@ -63,7 +63,7 @@ def verify(
 
 def arguments_of(bodies: Sequence[fx.Node], gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, tuple]:
     """The real arguments that `bodies`, the calls of checkpointed regions in `gm`, are run on."""
-    with _same_random_state(inputs):
+    with _aside(inputs):
         run = _Arguments(gm, bodies)
         run.run(*(_kept(_concrete(given)) for given in inputs))
     return run.found
@@ -92,9 +92,21 @@ def _kept(given: Any) -> Any:
     return _copy(given) if isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter) else given
 
 
-def _same_random_state(inputs: Sequence[Any]) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _aside(inputs: Sequence[Any]) -> Iterator[None]:
+    """For a run on trial: the random state is put back, and hooks on saved tensors, such as those of a checkpoint
+    around the compiled call, see none of what the run saves."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    return torch.random.fork_rng(devices=list(devices))
+    autograd, hooks = torch._C._autograd, []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(pair)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _concrete(given: Any) -> Any:

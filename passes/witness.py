@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.record import lib
 from mok_compile.passes.traced import OPEN, is_traced
-from mok_compile.passes.verify import TOLERANCE, Comparison, _concrete, _copy, _error, _same_random_state
+from mok_compile.passes.verify import TOLERANCE, Comparison, _aside, _concrete, _copy, _error
 
 log = logging.getLogger("mok_compile")
 MARK = "mok_witness"
@@ -72,7 +72,7 @@ def question(gm: fx.GraphModule, inputs: Sequence[Any] | None) -> list[Verdict]:
     verdicts: list[Verdict] = []
     if bodies and inputs is not None:
         try:
-            with _same_random_state(inputs), _without_dropout(gm):
+            with _aside(inputs), _without_dropout(gm):
                 _Run(gm, verdicts).run(*(_copy(i) if _may_be_written(i) else _concrete(i) for i in inputs))
         except Exception:  # a bug of ours must not end the user's compile
             log.warning("mok-compile: a loop over experts could not be compared; please report", exc_info=True)

@@ -78,6 +78,32 @@ def test_compile_inside_checkpoint():
     assert counters["mok"]["fused"] >= 1
 
 
+def test_verified_compile_inside_checkpoint():
+    """What verification saves for its own gradients is none of the checkpoint's."""
+    block = Moe(dtype=torch.float64)
+    fused = Fused(block, verify=True)
+    compare(block, Checkpointed(fused), tokens(dtype=torch.float64), tolerance=1e-9)
+    assert fused.counts() == (1, 0), fused.report
+
+
+def test_verification_shows_nothing_to_the_users_hooks():
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.shape)
+        return tensor
+
+    fused = Fused(Moe(), verify=True)
+    numbers = []
+    for _ in range(2):  # compiled in the first call
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            fused(tokens())
+        numbers.append(len(seen))
+        seen.clear()
+    assert fused.counts() == (1, 0)
+    assert numbers[0] == numbers[1] > 0
+
+
 @pytest.mark.parametrize(("policy", "again"), [(saves_grouped_mm, 0), (saves_nothing, 1)], ids=["saves", "recomputes"])
 def test_policy_of_the_grouped_matmuls_is_that_of_the_fused_op(policy, again):
     model, x = Checkpointed(Moe(), context_fn=selective(policy)), tokens()
