@@ -188,27 +188,30 @@ def derivatives(
     env, memo = {"gate": gate, "up": up}, {}
     value = _evaluate(expr, env, memo)
 
-    def diff(e: Value, leaf: str):
-        if not isinstance(e, Expr) or leaf not in e.leaves:
-            return None
-        if e.op == leaf:
-            return 1.0
-        args = [_evaluate(a, env, memo) for a in e.args]
-        inner = [diff(a, leaf) for a in e.args]
-        if e.op == "add":
-            return inner[0] if inner[1] is None else inner[1] if inner[0] is None else inner[0] + inner[1]
-        if e.op == "mul":
-            terms = [d * other for d, other in ((inner[0], args[1]), (inner[1], args[0])) if d is not None]
-            return functools.reduce(lambda p, q: p + q, terms)
-        if e.op == "clamp":
-            x = args[0]
-            return inner[0] * ((x >= args[1]) & (x <= args[2])).to(x.dtype)
-        return UNARY[e.op][1](args[0]) * inner[0]
-
     def full(d):
         return d if d is None or isinstance(d, torch.Tensor) else torch.full_like(up, d)
 
-    return value, full(diff(expr, "gate")), full(diff(expr, "up"))
+    return value, full(_derivative(expr, "gate", env, memo)), full(_derivative(expr, "up", env, memo))
+
+
+def _derivative(expr: Value, leaf: str, env: dict, memo: dict):
+    """Not nested in `derivatives`: a function that calls itself by a name around it keeps all tensors there alive until
+    the garbage collector comes."""
+    if not isinstance(expr, Expr) or leaf not in expr.leaves:
+        return None
+    if expr.op == leaf:
+        return 1.0
+    args = [_evaluate(a, env, memo) for a in expr.args]
+    inner = [_derivative(a, leaf, env, memo) for a in expr.args]
+    if expr.op == "add":
+        return inner[0] if inner[1] is None else inner[1] if inner[0] is None else inner[0] + inner[1]
+    if expr.op == "mul":
+        terms = [d * other for d, other in ((inner[0], args[1]), (inner[1], args[0])) if d is not None]
+        return functools.reduce(lambda p, q: p + q, terms)
+    if expr.op == "clamp":
+        x = args[0]
+        return inner[0] * ((x >= args[1]) & (x <= args[2])).to(x.dtype)
+    return UNARY[expr.op][1](args[0]) * inner[0]
 
 
 def _print(v: Value, inside: str = "") -> str:

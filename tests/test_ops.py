@@ -1,5 +1,8 @@
 """The `mok::` ops: schema, fake, autograd, FLOPs, and what they say of arguments that do not fit."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from naive import Problem
@@ -291,3 +294,24 @@ def test_autocast_does_not_reach_inside():
     assert torch.equal(found, wanted)
     for name, grad in wanted_grads.items():
         assert torch.equal(found_grads[name], grad), name
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_outlives_its_use(backward):
+    """Nothing waits for the garbage collector, which does not know how much memory tensors hold."""
+    problem = Problem(lists=True, bias=True)
+    gc.disable()
+    try:
+        y, *saved = problem.call()
+        seen = [weakref.ref(t) for t in (y, *saved)]
+        if backward:
+            y.sum().backward()
+        del y, saved
+        assert not any(ref() is not None for ref in seen)
+        grads = [weakref.ref(t.grad) for t in problem.leaves.values() if t.grad is not None]
+        assert bool(grads) == backward
+        for t in problem.leaves.values():
+            t.grad = None
+        assert not any(ref() is not None for ref in grads)
+    finally:
+        gc.enable()
