@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mok_compile import engines, ops, reference  # noqa: F401  registers the ops
+from mok_compile import engines, forward_mode, ops, reference  # noqa: F401  registers the ops
 from mok_compile.engines import Problem
 from mok_compile.spec import ExpertsSpec
 
@@ -110,6 +110,7 @@ def inference(
     """y [T, H], with nothing kept for a backward pass; arguments and errors as for `forward`."""
     operands = (x, ids, weights, *experts.lists)
     how = _how(operands, spec, engine, group, num_experts, transport)
+    forward_mode.refuse("mok_compile.functional.inference", operands)
     op = torch.ops.mok.experts_infer if group is None else torch.ops.mok.experts_parallel_infer
     with torch.no_grad():
         return op(*operands, *how)

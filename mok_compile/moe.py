@@ -23,7 +23,7 @@ from contextvars import ContextVar
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mok_compile import engines, routing
+from mok_compile import engines, forward_mode, routing
 from mok_compile.router import RouterSpec
 from mok_compile.routing import Routed
 
@@ -120,10 +120,17 @@ def _backward(ctx, dlogits, dvalues, _):
     )
 
 
+def _nothing_saved(ctx, *grads):
+    raise RuntimeError(
+        "mok::route_infer saves nothing for a backward pass; call mok::moe or mok::route where you need gradients."
+    )
+
+
 for _name, _kernel, _fake in (("route", _route, _route_fake), ("route_infer", _route_infer, _route_infer_fake)):
     lib.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
 torch.library.register_autograd("mok::route", _backward, setup_context=_setup_context, lib=lib)
+torch.library.register_autograd("mok::route_infer", _nothing_saved, lib=lib)
 
 
 _eager_choice: ContextVar[bool] = ContextVar("eager_choice", default=False)
@@ -171,6 +178,11 @@ def _moe(
     spec,
     engine,
 ):
+    forward_mode.refuse(
+        "mok::moe", (x, router_x, router_weight, router_bias, expert_scale, up, down, up_bias, down_bias)
+    )
+    if correction is not None:  # which may be a parameter
+        correction = correction.detach()
     described = RouterSpec.from_json(router)
     operands = (router_x, router_weight, router_bias, correction)
     check(*operands, described)

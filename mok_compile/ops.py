@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mok_compile import engines, moe  # noqa: F401  registers mok::moe and mok::route
+from mok_compile import engines, forward_mode, moe  # noqa: F401  registers mok::moe and mok::route
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -173,8 +173,14 @@ def register_gradient(name: str, library: torch.library.Library) -> None:
     shown = type(f"mok_{name}", (Gradient,), {})  # with a name for profilers and for y.grad_fn
 
     def autograd(keyset, *args):
+        forward_mode.refuse(f"mok::{name}", args[:_TENSORS])
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keyset, args)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"mok::{name} has no derivative in torch.func's transforms (grad, vjp, jacrev, ...), only in "
+                "torch.autograd. Compile with options={'mok.enabled': False} where you need one."
+            )
         x, ids, weights, *lists = args[:_TENSORS]
         flat = [t for tensors in lists for t in tensors]
         return shown.apply(keyset, args[_TENSORS:], list(map(len, lists)), x, ids, weights, *flat)

@@ -61,3 +61,10 @@ def test_the_schedule():
     plan = F.schedule(ids, 3)
     assert plan.order.tolist() == [1, 0, 2, 3]
     assert plan.offsets.tolist() == [1, 1, 3]
+
+
+def test_forward_mode_is_refused():
+    x, *rest = block()
+    for function in (F.experts, F.inference, lambda *operands: F.forward(*operands)[0]):
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            torch.func.jvp(lambda x, function=function: function(x, *rest, SPEC), (x,), (x,))

@@ -310,6 +310,39 @@ def test_a_symbolic_number_of_tokens_gets_no_guard(few, most, taken):
     assert (torch.ops.mok.route_infer.default in seen[0]) == taken
 
 
+def test_a_correction_that_is_a_parameter_takes_no_part_in_gradients(few):
+    """Where it alone could learn, nothing but the experts' output has a gradient."""
+    problem = Router("deepseek_v3", 4, torch.bfloat16)
+    for tensor in (problem.x, problem.gate):
+        tensor.requires_grad_(False)
+    problem.correction.requires_grad_()
+    y, logits, weights, _ = torch.ops.mok.moe(*problem.arguments[:-1], "few")
+    assert y.requires_grad and not logits.requires_grad and not weights.requires_grad
+    y.sum().backward()
+    assert problem.up[0].grad.any() and problem.correction.grad is None
+
+
+def test_what_saves_nothing_has_no_gradient(few):
+    problem = Router("mixtral", 4, torch.bfloat16)
+    logits, *_ = torch.ops.mok.route_infer(*problem.routing, problem.scale, problem.case.spec.to_json(), "few")
+    with pytest.raises(RuntimeError, match="mok::route_infer saves nothing"):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["x", "router_x", "router_weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_mode_is_refused(few, where, dtype):
+    arguments = list(Router("mixtral", 4, dtype).arguments[:-1])
+    slot = ("x", "router_x", "router_weight").index(where)
+    given = arguments[slot].detach()
+
+    def call(tensor):
+        return torch.ops.mok.moe(*arguments[:slot], tensor, *arguments[slot + 1 :], "few")[1]
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="mok::moe has no forward-mode derivative"):
+        torch.func.jvp(call, (given,), (given,))
+
+
 @pytest.mark.parametrize("name", ["mixtral", "gemma4", "deepseek_v3", "deepseek_v2", "gpt_oss"])
 def test_opcheck_of_few_tokens(few, name):
     problem = Router(name, 3, torch.bfloat16)

@@ -315,3 +315,39 @@ def test_nothing_outlives_its_use(backward):
         assert not any(ref() is not None for ref in grads)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("where", ["x", "weights", "up", "down"])
+def test_forward_mode_is_refused(where, trained):
+    """Torch itself would lose the tangent without a word."""
+    problem = Problem(lists=True)
+    for tensor in problem.leaves.values():
+        tensor.requires_grad_(trained)
+    slot = ("x", "ids", "weights", "up", "down").index(where)
+    given = problem.operands[slot]
+    one = (given[1] if isinstance(given, list) else given).detach()
+
+    def call(tensor):
+        operands = problem.operands
+        operands[slot] = [given[0], tensor, *given[2:]] if isinstance(given, list) else tensor
+        return torch.ops.mok.experts(*operands, problem.spec.to_json(), "portable")[0]
+
+    with pytest.raises(RuntimeError, match="mok::experts has no forward-mode derivative"):
+        torch.func.jvp(call, (one,), (one,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(one, one)
+        with pytest.raises(RuntimeError, match="mok::experts has no forward-mode derivative"):
+            call(dual)
+        assert torch.equal(call(one), problem.op())  # nothing of it has a tangent
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_of_functions_are_refused(transform):
+    problem = Problem()
+
+    def call(x):
+        return torch.ops.mok.experts(x, *problem.operands[1:], problem.spec.to_json(), "portable")[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"mok::experts has no .*torch\.func"):
+        transform(call)(problem.x.detach())
