@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mok_compile import build
+from mok_compile import build, engines
 from mok_compile.distributed import peer_memory, transports, windows
 from mok_compile.distributed.sharding import Sharding
+from mok_compile.engines import Problem
 from mok_compile.spec import ExpertsSpec
 
 HEADER = (build.csrc() / "cuda" / "sm90" / "exchange.h").read_text(encoding="utf-8")
@@ -66,6 +67,17 @@ def test_names_of_transports_carry_options():
     assert peer_memory.Options.parse("room=1.5 exact=1").exact
     with pytest.raises(ValueError, match="unknown transport 'nothing'"):
         transports.get("nothing")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_transport_that_is_passed_over_on_a_gpu_is_named(device, caplog):
+    problem = Problem(16, 32, 8, 2, torch.float32, torch.float32, torch.device(device), True)
+    _, call = call_for(dtype="float32")
+    engines.warn_once.cache_clear()
+    assert [transports.choose(call, problem) for _ in range(2)] == ["collectives"] * 2
+    said = [record.message for record in caplog.records]
+    assert len(said) == (device == "cuda")
+    assert all("transport peer_memory cannot run" in text and "not torch.float32" in text for text in said)
 
 
 @pytest.mark.parametrize("text", ["room=0", "room=nan", "timeout=inf", "max_tokens=-1", "exact=yes", "rom=2", "room"])

@@ -16,7 +16,7 @@ import torch
 from torch._library.fake_impl import allocate_size
 
 from mok_compile.distributed.sharding import Sharding
-from mok_compile.engines import Problem
+from mok_compile.engines import Problem, warn_once
 from mok_compile.spec import ExpertsSpec, dtype_name
 
 # Best first; the last one runs everything.
@@ -105,12 +105,14 @@ def options_of(text: str) -> str:
 
 
 def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
-    """The best transport for a call, or the `wanted` one: its name, then what is set of it. ValueError if that one
-    cannot run it."""
+    """The best transport for a call, or the `wanted` one: its name, then what is set of it. On a GPU a warning says
+    once why a better one is passed over. ValueError if the `wanted` one cannot run it."""
     for text in TRANSPORTS if wanted == "auto" else (wanted,):
         reason = get(text).supports(replace(call, options=options_of(text)), problem)
         if reason is None:
             return text
+        if wanted == "auto" and problem.device.type == "cuda":
+            warn_once(f"mok-compile: transport {text} cannot run a block of expert parallelism: {reason}")
     raise ValueError(f"transport {wanted!r} cannot run this block: {reason}")
 
 
