@@ -3,11 +3,11 @@
     python benchmarks/h200.py                                  # everything; half an hour
     python benchmarks/h200.py --shapes qwen3-30b-a3b --tokens 2048,16384 --candidates bound,op
 
-Candidates: `op` is the fused op alone (routing given), `mok` the Hugging Face block under backend="mok", `hf` the same
-block under Inductor, `hf-graphs` under mode="reduce-overhead" (inference only), `sonic` SonicMoE, `bound` the block's
-matrix products alone, perfectly balanced and gathered, through cuBLAS' batched product. FLOPs: 6 T K H I forward, three
-times that with backward. Writes a line of JSON per measurement and a table. A warm card is slower than a cold one:
-compare only figures of one run.
+Candidates: `op` is the fused op alone (routing given), `op-lists` the same with a tensor for each expert, `mok` the
+Hugging Face block under backend="mok", `hf` the same block under Inductor, `hf-graphs` under mode="reduce-overhead"
+(inference only), `sonic` SonicMoE, `bound` the block's matrix products alone, perfectly balanced and gathered, through
+cuBLAS' batched product. FLOPs: 6 T K H I forward, three times that with backward. Writes a line of JSON per measurement
+and a table. A warm card is slower than a cold one: compare only figures of one run.
 """
 
 import argparse
@@ -89,28 +89,43 @@ class Weights:
         return block
 
 
+def lists(stacked, order):
+    """A tensor for each expert, allocated in that order."""
+    found = [None] * len(stacked)
+    for expert in order:
+        found[expert] = stacked[expert].clone()
+    return found
+
+
 def candidate(name, weights, tokens, routing):
     """(inference, training step or None) of a candidate: functions to be timed. The step ends with all gradients. Calls
     take turns at several inputs, so that few tokens do not find their experts in the L2."""
     hidden, inner, experts, top_k = weights.sizes
     x = (0.5 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
     dy = torch.randn_like(x)
-    if name == "op":
+    if name in ("op", "op-lists"):
         from mok_compile import ops  # noqa: F401  registers the ops
         from mok_compile.spec import ExpertsSpec
 
         how = (ExpertsSpec(ACTIVATION, "concat", "bfloat16").to_json(), "sm90")
         routes = itertools.cycle([random_ids(tokens, experts, top_k, routing) for _ in range(CALLS)])
         scale = torch.rand(tokens, top_k, device="cuda")
-        leaves = [t.detach().requires_grad_() for t in (x, scale, weights.up, weights.down)]
+        # In random order, each allocated for itself: no two experts at a distance that all have.
+        alone = [torch.randperm(experts).tolist() if name == "op-lists" else None for _ in range(2)]
+        ups, downs = (
+            [w] if order is None else lists(w, order)
+            for w, order in zip((weights.up, weights.down), alone, strict=True)
+        )
+        leaves = [t.detach().requires_grad_() for t in (x, scale, *ups, *downs)]
 
         def infer():
             with torch.no_grad():
-                return torch.ops.mok.experts_infer(x, next(routes), scale, [weights.up], [weights.down], [], [], *how)
+                return torch.ops.mok.experts_infer(x, next(routes), scale, ups, downs, [], [], *how)
 
         def train():
-            a, s, up, down = leaves
-            y = torch.ops.mok.experts(a, next(routes), s, [up], [down], [], [], *how)[0]
+            a, s, *banks = leaves
+            up, down = banks[: len(ups)], banks[len(ups) :]
+            y = torch.ops.mok.experts(a, next(routes), s, up, down, [], [], *how)[0]
             torch.autograd.grad(y, leaves, dy)
 
         return infer, train
@@ -195,7 +210,7 @@ def measure(name, weights, tokens, routing):
     torch.cuda.synchronize()
     row = {"first_s": round(time.time() - start, 1)}
     row["fwd_ms"] = median(infer)
-    if name in ("op", "mok") and tokens <= GRAPH_TOKENS:
+    if name in ("op", "op-lists", "mok") and tokens <= GRAPH_TOKENS:
         row["graph_ms"] = graph_time(infer)
     row["fwd_tflops"] = flops / min(row["fwd_ms"], row.get("graph_ms", 1e9)) / 1e9
     if train and tokens >= 128:
