@@ -62,6 +62,23 @@ def check(x, weight, bias, correction, router: RouterSpec) -> None:
         raise ValueError(f"mok::route: cannot choose {router.top_k} of {experts} experts")
     if router.groups is not None and experts % router.groups.count:
         raise ValueError(f"mok::route: {experts} experts are not {router.groups.count} groups of one size")
+    check_devices(x, weight, bias, correction)
+
+
+def check_scale(x, weight, scale, router: RouterSpec) -> None:
+    """Raises ValueError unless the router has the scale [E] that it multiplies its experts' weights with."""
+    shape = None if scale is None else tuple(scale.shape)
+    if router.scaled and shape != (weight.shape[0],):
+        raise ValueError(f"mok::moe: expert_scale must be {weight.shape[0]} numbers, got {shape}")
+    check_devices(x, scale)
+
+
+def check_devices(x, *others) -> None:
+    """Raises ValueError unless all tensors, of which some may be None, are on one device."""
+    elsewhere = {t.device for t in others if t is not None} - {x.device}
+    if elsewhere:
+        found = ", ".join(sorted(map(str, elsewhere)))
+        raise ValueError(f"mok::route: all arguments must be on one device; x is on {x.device}, others on {found}")
 
 
 def _route(x, weight, bias, correction, router, engine):
@@ -83,6 +100,7 @@ def _route_fake(x, weight, bias, correction, router, engine):
 def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
     spec = RouterSpec.from_json(router)
     check(x, weight, bias, correction, spec)
+    check_scale(x, weight, expert_scale, spec)
     operands = (x, weight, bias, correction, expert_scale)
     with torch._C._DisableAutocast():
         few = engines.router_tokens(engine, spec, weight) > 0
@@ -92,6 +110,7 @@ def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
 
 def _route_infer_fake(x, weight, bias, correction, expert_scale, router, engine):
     spec = RouterSpec.from_json(router)
+    check_scale(x, weight, expert_scale, spec)
     logits, values, ids = _route_fake(x, weight, bias, correction, router, engine)
     scale = None if expert_scale is None else expert_scale.dtype
     return logits, values.new_empty(values.shape, dtype=spec.weights_dtype(values.dtype, scale)), ids
@@ -186,6 +205,7 @@ def _moe(
     described = RouterSpec.from_json(router)
     operands = (router_x, router_weight, router_bias, correction)
     check(*operands, described)
+    check_scale(router_x, router_weight, expert_scale, described)
     if _few(*operands, expert_scale, described, engine):
         logits, weights, ids = torch.ops.mok.route_infer(*operands, expert_scale, router, engine)
     else:

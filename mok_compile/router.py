@@ -100,6 +100,11 @@ class RouterSpec:
         if self.masked and (self.groups is None or self.corrected):
             raise ValueError("weights can start behind the mask of groups only, and not from corrected scores")
 
+    @property
+    def scaled(self) -> bool:
+        """Whether the routing weights are multiplied with a learned number for each expert."""
+        return any(step.op == "expert_scale" for step in self.weights)
+
     def scores_dtype(self, logits: torch.dtype) -> torch.dtype:
         """dtype of the scores for logits of that dtype."""
         return functools.reduce(lambda dtype, step: step.dtype or dtype, self.scores, logits)

@@ -374,6 +374,8 @@ def test_the_choice_is_out_of_the_compilers_reach_where_it_is_promised(dtype, op
         ({"correction": lambda c: c[1:]}, ValueError, r"correction must be 8 numbers, got \(7,\)"),
         ({"gate": lambda g: g[:6], "correction": lambda c: c[:6]}, ValueError, "6 experts are not 4 groups"),
         ({"gate": lambda g: g[:1], "correction": lambda c: c[:1]}, ValueError, "cannot choose 2 of 1"),
+        ({"correction": lambda c: c.to("meta")}, ValueError, "on one device; x is on cpu, others on meta"),
+        ({"gate": lambda g: g.to("meta")}, ValueError, "on one device; x is on cpu, others on meta"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, error, message):
@@ -382,3 +384,24 @@ def test_arguments_that_do_not_fit(changes, error, message):
         setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(error, match=message), torch.no_grad():
         torch.ops.mok.route(*problem.routing, problem.case.spec.to_json(), "portable")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: None, r"expert_scale must be 8 numbers, got None"),
+        (lambda s: s[1:], r"expert_scale must be 8 numbers, got \(7,\)"),
+        (lambda s: s[:, None], r"expert_scale must be 8 numbers, got \(8, 1\)"),
+        (lambda s: s.to("meta"), "on one device; x is on cpu, others on meta"),
+    ],
+)
+def test_a_scale_of_experts_that_does_not_fit(few, change, message, dtype):
+    """A kernel would read past its end."""
+    problem = Router("gemma4", 4, dtype)
+    problem.scale = change(problem.scale)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=message):
+            torch.ops.mok.moe(*problem.arguments[:-1], "few")
+        with pytest.raises(ValueError, match=message):
+            torch.ops.mok.route_infer(*problem.routing, problem.scale, problem.case.spec.to_json(), "few")
