@@ -431,6 +431,19 @@ def test_autocast():
     assert errors[0] <= 1.1 * errors[1]
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+def test_data_parallel():
+    """Dynamo gives the graph to a splitter of its own, which gives us the pieces."""
+    block, x = Hit(), tokens(2, 9)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        traced = Traced(torch.nn.parallel.DistributedDataParallel(block), fullgraph=False, verify=False)
+        compare(block, traced, x)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert traced.counts() == (1, 0), traced.report
+
+
 def test_weights_are_not_stacked():
     traced = check(Hit())
     assert not any("stack" in name or "cat" in name for name in traced.targets())

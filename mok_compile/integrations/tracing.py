@@ -25,6 +25,10 @@ def our_options() -> Options | None:
 def options_of(compiler: Callable | None) -> Options | None:
     """The options in what Dynamo calls a compiler, if that is our backend and is enabled."""
     compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
+    # Around DistributedDataParallel Dynamo calls a splitter of graphs, which has ours.
+    splitter = getattr(compiler, "__self__", None)
+    if hasattr(splitter, "backend_compile_fn"):
+        return options_of(splitter.backend_compile_fn)
     backend = getattr(compiler, "compiler_fn", compiler)
     if getattr(backend, "compiler_name", None) != "mok":
         return None
