@@ -262,7 +262,7 @@ def grid(full: bool) -> list[Case]:
             Case(dtype=dtype, T=130, H=64, I=64, E=2, K=2), Case(dtype=dtype, T=700, E=1, K=1, H=130, I=66),
             Case(dtype=dtype, T=40, H=1100, I=1061, E=2, K=2, bias=True, weight_on="input"),
             Case(dtype=dtype, T=3, H=1100, I=1061, E=2, K=1, weights="transposed"),
-            Case(dtype=dtype, T=24, H=4200, I=20, E=2, K=2), Case(dtype=dtype, T=14, H=2048, I=8300, E=2, K=1),
+            Case(dtype=dtype, T=24, H=4200, I=20, E=2, K=2), Case(dtype=dtype, T=14, H=40, I=8300, E=2, K=1),
         ]  # fmt: skip
     if full:
         sizes = [(t, h, i) for t in (1, 5, 8, 9, 50, 500) for h in (16, 31, 100, 1030) for i in (2, 48, 65, 520)]

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mok_compile.engines import get
+
 pytestmark = pytest.mark.cuda
+
+if reason := get("sm90").usable():
+    pytest.skip(f"the sm90 engine does not run here: {reason}", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 
