@@ -78,6 +78,7 @@ template <class T, class Order>
 const char* run(const DecodeArguments& in, const Order& order, cudaStream_t stream) {
   const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner;
   const int grid = multiprocessors();
+  if (grid < 1) return "CUDA does not say how many multiprocessors the device has";
   DecodeParams<T> p{};
   p.ids = in.ids;
   p.wide = in.ids_dtype == Dtype::kInt64;

@@ -7,7 +7,12 @@
 
 namespace mok::sm90 {
 
-inline const char* check(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+// Takes the error back from CUDA: else the next launch, which asks for the last one, would report it as its own.
+inline const char* check(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(error);
+}
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -69,9 +74,9 @@ inline const char* ragged_map(CUtensorMap* map, Dtype dtype, const void* data, i
 template <class Op>
 const char* launch(const typename Op::Params& params, void* stream) {
   // Every time, because it holds for the current device only.
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(persistent<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(Ring<Op>::kBytes));
-  if (allowed != cudaSuccess) return cudaGetErrorString(allowed);
+  if (const char* error = check(
+          cudaFuncSetAttribute(persistent<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(Ring<Op>::kBytes))))
+    return error;
   persistent<Op><<<multiprocessors(), kThreads, Ring<Op>::kBytes, static_cast<cudaStream_t>(stream)>>>(params);
   return check(cudaGetLastError());
 }

@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(kSortThreads)
 template <class Id>
 const char* sort(const ScheduleArguments& in, void* stream) {
   const int buckets = int(in.sizes.experts) + 1, shared_bytes = kWarps * buckets * int(sizeof(int));
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(sort_kernel<Id>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (allowed != cudaSuccess) return cudaGetErrorString(allowed);
+  if (const char* error =
+          check(cudaFuncSetAttribute(sort_kernel<Id>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)))
+    return error;
   const Id* ids = static_cast<const Id*>(in.ids);
   int slots = int(in.sizes.slots()), experts = int(in.sizes.experts), top_k = int(in.sizes.top_k);
   int *order = in.order, *offsets = in.offsets, *counts = in.counts;
