@@ -9,7 +9,8 @@
 //
 // - Element; Params, among them `int* error` and `int* ticket`; kProducerRegisters and kConsumerRegisters.
 //
-// - kStages and kStrips: how the shared memory is used, stages of 40 KB and bytes for each consumer warp.
+// - kStages and kStrips: how the shared memory is used, stages of 40 KB (48 KB with kSplit, see Common) and bytes for
+//   each consumer warp.
 //
 // - kTransposeA, kTransposeB: whether the operand is contiguous along M or N instead of K.
 //
