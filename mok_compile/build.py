@@ -235,6 +235,15 @@ def load(name: str) -> Path:
     return path
 
 
+def failure(name: str) -> str | None:
+    """Loads the library like `load`; why that failed, None if it did not."""
+    try:
+        load(name)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
 def build_all() -> list[tuple[str, Path | str]]:
     """Builds every library that is not there yet: (name, its path or why it could not be built)."""
     results = []

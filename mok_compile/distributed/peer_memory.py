@@ -8,7 +8,6 @@ same bits. See csrc/cuda/sm90/exchange.h for the steps and `Options` for what ca
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import socket
 import zlib
@@ -331,10 +330,8 @@ def _reachable(peers: Peers) -> str | None:
 
 def _ask(peers: Peers) -> str | None:
     library = 0
-    if get("sm90").usable() is None:
-        with contextlib.suppress(build.BuildError):
-            build.load("sm90")
-            library = zlib.crc32(build.target("sm90").source_hash().encode())
+    if get("sm90").usable() is None and build.failure("sm90") is None:
+        library = zlib.crc32(build.target("sm90").source_hash().encode())
     host = zlib.crc32(socket.gethostname().encode())
     said = peers.gather(torch.tensor([host, library], dtype=torch.int64, device=peers.device)).tolist()
     if any(lib == 0 for _, lib in said):

@@ -43,7 +43,8 @@ def prepare(job: Job, ranks: int | None) -> tuple[Job, int]:
     if ranks < 2:
         raise TuneError(f"it takes at least two ranks, as {ranks} reads nothing from another; GPUs here: {there}")
     engine, local = engines.get("sm90"), Sharding(job.experts, ranks).per_rank
-    if reason := engine.usable() or _not_built():
+    # Built once here, so that the ranks need not wait for one that builds.
+    if reason := engine.usable() or build.failure("sm90"):
         raise TuneError(f"the engine sm90 cannot run here: {reason}")
     for index in range(ranks):
         device, dtype = torch.device("cuda", index), job.spec.dtype
@@ -52,15 +53,6 @@ def prepare(job: Job, ranks: int | None) -> tuple[Job, int]:
             raise TuneError(f"GPU {index} ({torch.cuda.get_device_name(index)}) cannot run it: {reason}")
     processors = min(torch.cuda.get_device_properties(i).multi_processor_count for i in range(ranks))
     return replace(job, sms=grid(processors)), ranks
-
-
-def _not_built() -> str | None:
-    """Why the kernels cannot be had. Once here, so that the ranks need not wait for one that builds them."""
-    try:
-        build.load("sm90")
-    except build.BuildError as error:
-        return str(error)
-    return None
 
 
 def measure(job: Job, ranks: int, progress: Progress) -> list[Times]:

@@ -46,12 +46,7 @@ class Cpu:
         program = _program(spec.expr)
         if isinstance(program, str):
             return program
-        try:
-            build.load("cpu")
-        except build.BuildError as error:
-            warn_once(f"mok-compile: no cpu kernels, the portable engine runs instead: {error}")
-            return str(error)
-        return None
+        return _not_built()
 
     def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
         ops = _ops()
@@ -107,14 +102,17 @@ class Cpu:
         return y
 
 
+def _not_built() -> str | None:
+    """Why the library cannot be had, which a warning says too; None if it can."""
+    reason = build.failure("cpu")
+    if reason is not None:
+        warn_once(f"mok-compile: no cpu kernels, the portable engine runs instead: {reason}")
+    return reason
+
+
 def _ops():
     """The library's ops, or None where it cannot be had: a graph compiled elsewhere may be run here."""
-    try:
-        build.load("cpu")
-    except build.BuildError as error:
-        warn_once(f"mok-compile: no cpu kernels, the portable engine runs instead: {error}")
-        return None
-    return torch.ops.mok_cpu
+    return torch.ops.mok_cpu if _not_built() is None else None
 
 
 def level() -> str:

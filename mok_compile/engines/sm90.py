@@ -40,11 +40,9 @@ class Sm90:
     def supports(self, spec: ExpertsSpec, problem: Problem) -> str | None:
         reason = _unsupported(spec, problem)
         if reason is None:
-            try:
-                build.load("sm90")
-            except build.BuildError as error:
-                warn_once(f"mok-compile: no sm90 kernels, the portable engine runs instead: {error}")
-                return str(error)
+            reason = build.failure("sm90")
+            if reason is not None:
+                warn_once(f"mok-compile: no sm90 kernels, the portable engine runs instead: {reason}")
         return reason
 
     def forward(self, x, ids, weights, up, down, up_bias, down_bias, spec, *, save):
@@ -137,7 +135,7 @@ class Sm90:
         scale_dtype = None if expert_scale is None else expert_scale.dtype
         program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, scale_dtype)
         fits = program is not None and x.shape[0] <= self.router_tokens(router, weight)
-        if not fits or weight.data_ptr() % 16 or _not_built():
+        if not fits or weight.data_ptr() % 16 or build.failure("sm90"):
             return routing.route_and_weigh(*operands, router)
         vectors = [None if v is None else v.contiguous() for v in operands[2:]]
         with torch.cuda.device(x.device):
@@ -151,15 +149,6 @@ def _unrouted(device: torch.device, dtype: torch.dtype, experts: int, depth: int
     if device.type != "cuda" or not _is_hopper(device.index):
         return "it runs on GPUs of compute capability (9, 0)"
     return sm90_router.unsupported(dtype, experts, depth, router)
-
-
-def _not_built() -> str | None:
-    """Loads the kernels; why that failed, None if it did not."""
-    try:
-        build.load("sm90")
-    except build.BuildError as error:
-        return str(error)
-    return None
 
 
 def _few(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -274,10 +263,7 @@ def _ready(x, ids, weights, down, experts, spec) -> Storage | None:
     if reason is None and ids.numel() > MAX_SLOTS:
         reason = f"it takes at most {MAX_SLOTS} slots"
     if reason is None:
-        try:
-            build.load("sm90")
-        except build.BuildError as error:
-            reason = str(error)
+        reason = build.failure("sm90")
     if reason is not None:
         warn_once(f"mok-compile: the portable engine runs in place of sm90: {reason}")
         return None
