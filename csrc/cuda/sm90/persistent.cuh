@@ -50,8 +50,9 @@ constexpr int kTaskSlots = 4;
 constexpr int kAccumulators = 96;  // per thread and half tile of 64 x 192
 static_assert(kTileM == kBlockRows, "a row block is one tile high");
 
-// Rows that a box may start before the end of its rows, see ragged_map.
-constexpr int kRagged = 1 << 22;
+// Rows that a box may start before the end of its rows, see ragged_map. Not more of them than a box has: the map begins
+// that far before the data, and expandable segments of PyTorch's allocator lie at low addresses.
+constexpr int kRagged = kTileM;
 
 constexpr uint32_t kBytesA = kTileM * kTileK * 2;
 constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed

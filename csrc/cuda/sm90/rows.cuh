@@ -102,7 +102,7 @@ __device__ __forceinline__ void transposed_boxes(const Matrix& from, int k, int 
     ptx::copy_box(to + i * kChunk, from.map, column + i * 64, k, from.place, barrier);
 }
 
-// Rows [row, row + rows) of a ragged map (see ragged_map): the box's other rows become zero.
+// Rows [row, row + rows) of a ragged map (see ragged_map), at most as many as a box has: its other rows become zero.
 __device__ __forceinline__ void ragged_box(uint32_t to, const CUtensorMap* map, int column, int row, int rows,
                                            uint32_t barrier) {
   ptx::copy_box(to, map, column, kRagged - rows, row + rows, barrier);

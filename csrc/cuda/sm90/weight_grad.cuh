@@ -61,12 +61,11 @@ struct WeightGrad : Common<> {
     static __device__ __forceinline__ void weights(const Params&, const Task&, int, uint32_t, uint32_t) {}
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      const int done = step * kTileK;
+      const int done = step * kTileK, left = min(task.kind - done, kTileK);
 #pragma unroll
       for (int g = 0; g < kDenseGroups; ++g)
         if (g < groups(p, task))
-          ragged_box(stage + kBytesA + g * kChunk, &p.dense, task.column + g * 64, task.extra + done, task.kind - done,
-                     barrier);
+          ragged_box(stage + kBytesA + g * kChunk, &p.dense, task.column + g * 64, task.extra + done, left, barrier);
     }
   };
 
