@@ -5,12 +5,15 @@
 
 Candidates: `op` is the fused op alone (routing given), `op-lists` the same with a tensor for each expert, `mok` the
 Hugging Face block under backend="mok", `hf` the same block under Inductor, `hf-graphs` under mode="reduce-overhead"
-(inference only), `sonic` SonicMoE, `bound` the block's matrix products alone, perfectly balanced and gathered, through
-cuBLAS' batched product. FLOPs: 6 T K H I forward, three times that with backward. Writes a line of JSON per measurement
-and a table. A warm card is slower than a cold one: compare only figures of one run.
+(inference only), `sonic` SonicMoE with the default tiles of QuACK's matrix products, `sonic-tuned` with the tiles that
+QuACK's tuner finds (the first call compiles them, a minute or more), `bound` the block's matrix products alone,
+perfectly balanced and gathered, through cuBLAS' batched product. FLOPs: 6 T K H I forward, three times that with
+backward. Writes a line of JSON per measurement and a table. A warm card is slower than a cold one: compare only figures
+of one run.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -153,8 +156,8 @@ def candidate(name, weights, tokens, routing):
     if routing != "balanced":
         return None, None  # the others route themselves
     block = weights.block()
-    if name == "sonic":
-        run = sonic(block, top_k)
+    if name in ("sonic", "sonic-tuned"):
+        run = sonic(block, top_k, tuned=name == "sonic-tuned")
     else:
         torch._dynamo.reset()
         run = torch.compile(block, fullgraph=True, dynamic=False, **compiler(name))
@@ -185,16 +188,33 @@ def compiler(name):
     return {"mode": "reduce-overhead"} if name == "hf-graphs" else {}
 
 
-def sonic(block, top_k):
+def sonic(block, top_k, tuned):
+    """SonicMoE on the weights of a block (written for sonic-moe 0.1.2): a function of its input."""
+    from quack import gemm_interface
     from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_TC_softmax_topk_layer
+    from sonicmoe.functional import backward, forward, moe_TC_softmax_topk_layer
+
+    products = {
+        (module, name): functools.partial(getattr(gemm_interface, name), tuned=tuned)
+        for module, names in ((forward, ("gemm", "gemm_gated")), (backward, ("gemm", "gemm_dgated")))
+        for name in names
+    }
 
     def run(x):
+        for (module, name), product in products.items():  # at each call: the layer has no argument that says it
+            setattr(module, name, product)
         up, down = block.experts.gate_up_proj.permute(1, 2, 0), block.experts.down_proj.permute(1, 2, 0)
         stream = torch.cuda.current_stream().cuda_stream
-        how = (top_k, stream, ActivationType.SWIGLU, not torch.is_grad_enabled(), False, True, True)
+        how = {
+            "activation_type": ActivationType.SWIGLU,
+            "is_inference_mode_enabled": not torch.is_grad_enabled(),
+            "is_softmax_over_topk": False,
+            "norm_topk_probs": True,
+            "concat_layout": True,
+        }
         flat = x.view(-1, x.shape[-1])
-        return moe_TC_softmax_topk_layer(flat, block.gate.weight, up, None, down, None, *how)[0].view(x.shape)
+        y = moe_TC_softmax_topk_layer(flat, block.gate.weight, up, None, down, None, top_k, stream, **how)[0]
+        return y.view(x.shape)
 
     return run
 
@@ -255,7 +275,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(ONE_CARD))
     parser.add_argument("--tokens", default="1,16,128,512,2048,16384")
-    parser.add_argument("--candidates", default="bound,op,mok,hf,hf-graphs,sonic")
+    parser.add_argument("--candidates", default="bound,op,mok,hf,hf-graphs,sonic,sonic-tuned")
     parser.add_argument("--routing", default="balanced,zipf", help="zipf concerns `op` alone")
     parser.add_argument("--end-to-end", default="hf,mok", help="training step of a four-layer model; empty: none")
     parser.add_argument("--out", default=os.environ.get("OUT", "benchmarks/results"))
@@ -315,7 +335,7 @@ COLUMNS = {  # heading: key, digits, whether to set it against the bound
 
 def table(rows):
     bounds = {(r["shape"], r["tokens"]): r for r in rows if r.get("candidate") == "bound" and "fwd_ms" in r}
-    print(f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':10}" + "".join(f"{h:>9}" for h in COLUMNS))
+    print(f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':12}" + "".join(f"{h:>9}" for h in COLUMNS))
     for r in rows:
         if "fwd_ms" not in r:
             continue
@@ -323,7 +343,7 @@ def table(rows):
         for key, digits, against in COLUMNS.values():
             known = key in r and (not against or key in bound)
             cells += f"{r[key] / (bound[key] if against else 1):9.{digits}f}" if known else " " * 9
-        print(f"{r['shape']:14} {r['tokens']:6} {r['routing']:9} {r['candidate']:10}{cells}")
+        print(f"{r['shape']:14} {r['tokens']:6} {r['routing']:9} {r['candidate']:12}{cells}")
 
 
 if __name__ == "__main__":
