@@ -134,7 +134,10 @@ def _sm90() -> Target:
             Source("cuda/exchange_ops.cpp"),
             *(
                 Source(f"cuda/sm90/{n}.cu")
-                for n in ("forward", "decode", "input_grad", "weight_grad", "schedule", "combine", "route", "exchange")
+                for n in (
+                    *("forward", "decode", "input_grad", "weight_grad", "bias_grad", "schedule", "combine", "route"),
+                    "exchange",
+                )
             ),
         ),
         compiler=in_home if os.path.exists(in_home) else shutil.which("nvcc"),
@@ -257,7 +260,8 @@ def build_all() -> list[tuple[str, Path | str]]:
 
 def prebuild(into: str | os.PathLike) -> list[Path]:
     """Builds every library that this machine has a compiler for into the folder `into`, for a wheel. BuildError if one
-    fails, if the compiler makes slow kernels (a build at first use only warns of that), or if there is none."""
+    fails or cannot be loaded, if the compiler makes slow kernels (a build at first use only warns of that), or if there
+    is none."""
     into = Path(into)
     into.mkdir(parents=True, exist_ok=True)
     built = []
@@ -265,7 +269,7 @@ def prebuild(into: str | os.PathLike) -> list[Path]:
         if reason := _obstacle(name):
             log.warning("mok-compile: leaving out the library %s: %s", name, reason)
             continue
-        library, goal = _found(name) or _build(name), _prebuilt(name, into)
+        library, goal = load(name), _prebuilt(name, into)
         if (slow := library.parent / SLOW).exists():
             raise BuildError(f"the compiler makes slow {name} kernels: {slow.read_text()}")
         if library.resolve() != goal.resolve():

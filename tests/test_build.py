@@ -139,6 +139,19 @@ def test_prebuild(tiny, tmp_path):
 
 
 @needs_compiler
+def test_a_wheel_has_no_library_that_cannot_be_loaded(tiny, tmp_path):
+    tiny.source.write_text("int missing(); int answer() { return missing(); }\n")
+    out, _ = tiny(f"""
+try:
+    build.prebuild({str(tmp_path / "lib")!r})
+except build.BuildError as error:
+    print(error)
+""")
+    assert "undefined symbol" in out and "missing" in out
+    assert not list((tmp_path / "lib").iterdir())
+
+
+@needs_compiler
 def test_slow_kernels_warn_a_user_and_stop_a_wheel(tiny, tmp_path):
     tiny.source.write_text('#pragma message("C7510: wgmma is serialized")\n' + tiny.source.read_text())
     out, err = tiny(LOAD)

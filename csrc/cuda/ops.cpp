@@ -42,6 +42,7 @@ Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Inte
 // rows and h (if given) of sorted rows, from x; a is scratch.
 void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias, const Tensor& x,
              const MaybeTensor& h, const Tensor& a, const Tensor& rows, const Pull* pull = nullptr) {
+  require_room(Panels{{of.sizes.inner, 1}, a, of.plan.room}, "forward");
   require(forward({of.sizes,
                    dtype_of(x),
                    block.layout,
@@ -164,7 +165,7 @@ void push(const Rows& of, const Integers& numbers, const Group& group, const Ten
 }
 
 // Forward of the part of an exchange between `publish` and `sum`: x, ids and weights are filled, with the tokens of all
-// ranks; as many sorted rows as `a` has may come.
+// ranks; as many sorted rows as `rows` has may come.
 void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
                          MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
                          Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows,
@@ -174,10 +175,10 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   require(
       collect({group, sizes.top_k, first_expert, sizes.experts, ints_of(ids), static_cast<float*>(weights.data_ptr())},
               stream_of(stream)));
-  FinishArguments end{group, sizes.top_k, nullptr, nullptr, nullptr, nullptr, a.size(0)};
+  FinishArguments end{group, sizes.top_k, nullptr, nullptr, nullptr, nullptr, rows.size(0)};
   if (sizes.experts > 0) {
     Plan p = plan_of(plan, order, offsets, sizes);
-    p.room = a.size(0);
+    p.room = end.room;
     require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p},
                      stream_of(stream)));
     const Rows of{sizes, p, stream};
@@ -191,27 +192,57 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
   require(finish(end, stream_of(stream)));
 }
 
-// The gradients through the down projection: dh, dscore, ddown (if given); `a` is scratch.
+// The gradients of a block's weights and biases that are wanted.
+struct Gradients {
+  Tensors up;
+  MaybeTensor down;
+  Tensors up_bias;
+  MaybeTensor down_bias;
+};
+
+// A weight's gradient: per expert the sum over its rows of `dense` outer `gathered` [T, columns], or the other way
+// round.
+void outer(const Rows& of, const void* dense, const Parts& parts, bool dense_first, const Tensor& gathered,
+           const Tensor& out, int ticket) {
+  require(weight_grad({of.sizes, dtype_of(gathered), of.plan, dense, parts, gathered.data_ptr(), gathered.size(1),
+                       dense_first, out.data_ptr(), ticket},
+                      stream_of(of.stream)));
+}
+
+// The gradients through the down projection: dh, dscore, and those of down; `scratch` holds the activation.
 void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
-                    const Tensor& dh, const Tensor& a, const Tensor& dscore, const MaybeTensor& ddown,
+                    const Panels& dh, const Tensor& scratch, const Tensor& dscore, const Gradients& grads,
                     const Pull* pull = nullptr) {
+  const Panels a{{of.sizes.inner, 1}, scratch, of.plan.room};
+  require_room(a, "backward");
+  require_room(dh, "backward");
   require(down_grad({of.sizes, dtype_of(dy), block.layout, block.transposed, block.activation, of.plan, dy.data_ptr(),
-                     block.weights.down, h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data_ptr(),
-                     a.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
+                     block.weights.down, h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data.data_ptr(),
+                     scratch.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
                     stream_of(of.stream)));
-  if (ddown)
-    outer({a.data_ptr(), of.sizes.inner, of.sizes.inner, 0, dy}, block.transposed, of.sizes, of.plan, *ddown, 3,
-          of.stream);
+  if (grads.down) outer(of, a.part(0), a.parts, block.transposed, dy, *grads.down, 3);
+  if (grads.down_bias)
+    require(bias_grad({of.sizes,
+                       dtype_of(dy),
+                       of.plan,
+                       nullptr,
+                       {of.sizes.hidden, 1},
+                       dy.data_ptr(),
+                       weights.data_ptr(),
+                       dtype_of(weights),
+                       grads.down_bias->data_ptr()},
+                      stream_of(of.stream)));
 }
 
 // The rows of dx, from dh.
-void up_gradients(const Rows& of, const Block& block, const Tensor& dh, const Tensor& rows) {
+void up_gradients(const Rows& of, const Block& block, const Panels& dh, const Tensor& rows) {
+  STD_TORCH_CHECK(rows.numel() >= of.plan.room * of.sizes.hidden, "mok-compile, sm90 engine: backward needs more room");
   require(up_grad({of.sizes,
-                   dtype_of(dh),
+                   dtype_of(rows),
                    block.layout,
                    block.transposed,
                    of.plan,
-                   dh.data_ptr(),
+                   dh.data.data_ptr(),
                    {block.weights.up[0], block.weights.up[1]},
                    rows.data_ptr(),
                    0,
@@ -219,27 +250,31 @@ void up_gradients(const Rows& of, const Block& block, const Tensor& dh, const Te
                   stream_of(of.stream)));
 }
 
-// The gradients of up.
-void up_weight_gradients(const Rows& of, const Block& block, const Tensor& dh, const Tensor& x, const Tensors& dup) {
-  const int64_t columns = dh.size(1) / std::max<int64_t>(1, dup.size());
-  for (size_t i = 0; i < dup.size(); ++i)
-    outer({dh.data_ptr(), columns, dh.size(1), int64_t(i) * columns, x}, !block.transposed, of.sizes, of.plan, dup[i],
-          4 + int(i), of.stream);
+// The gradients of up: one tensor for all parts, or one for each.
+void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, const Tensor& x,
+                         const Gradients& grads) {
+  const auto parts = [&](const Tensors& out) { return Parts{dh.parts.columns, dh.parts.count / int64_t(out.size())}; };
+  for (size_t i = 0; i < grads.up.size(); ++i)
+    outer(of, dh.part(i), parts(grads.up), !block.transposed, x, grads.up[i], 4 + int(i));
+  for (size_t i = 0; i < grads.up_bias.size(); ++i)
+    require(bias_grad({of.sizes, dtype_of(x), of.plan, dh.part(i), parts(grads.up_bias), nullptr, nullptr,
+                       Dtype::kFloat32, grads.up_bias[i].data_ptr()},
+                      stream_of(of.stream)));
 }
 
-// The gradients that are given. dh is written first; then `scratch`, of S * max(H, I) elements, holds the weighted
+// The gradients that are given. dh is written first; then `scratch` holds the panels of the weighted
 // activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
 void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses,
                  int64_t layout, bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets,
-                 Tensor plan, Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights,
-                 Tensors dup, MaybeTensor ddown, int64_t stream) {
+                 Tensor plan, Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights,
+                 Tensors dup, MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
   const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
-  STD_TORCH_CHECK(scratch.numel() >= sizes.slots() * std::max(sizes.hidden, sizes.inner),
-                  "mok-compile, sm90 engine: backward needs more room");
+  const Gradients grads{dup, ddown, dup_bias, ddown_bias};
+  const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
   require(replan(sizes, of.plan, stream_of(stream)));
-  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown);
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads);
   CombineArguments sum{};
   sum.sizes = sizes;
   sum.dtype = sum.out_dtype = dtype_of(x);
@@ -252,7 +287,7 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   }
   if (dweights) add_scores(sum, dscore, *dweights);
   if (dx || dweights) require(combine(sum, stream_of(stream)));
-  up_weight_gradients(of, block, dh, x, dup);
+  up_weight_gradients(of, block, dh, x, grads);
 }
 
 // Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights
@@ -260,19 +295,20 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
 // exchange needs nothing more than `sum`.
 void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
-                          Tensor dh, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
-                          MaybeTensor ddown, bool ends, Integers numbers, int64_t stream) {
+                          Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
+                          MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, bool ends, Integers numbers,
+                          int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
   Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
-  of.plan.room = dh.size(0);
+  of.plan.room = h.size(0);
   const Block block = block_of(of, up, down, {}, layout, transposed, activation);
-  STD_TORCH_CHECK(scratch.numel() >= of.plan.room * std::max(sizes.hidden, sizes.inner),
-                  "mok-compile, sm90 engine: backward needs more room");
+  const Gradients grads{dup, ddown, dup_bias, ddown_bias};
+  const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
   require(replan(sizes, of.plan, stream_of(stream)));
   require(wait_published(group, stream_of(stream)));
   const Pull pull = pull_of(numbers, group, sizes, dy, true);
-  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, ddown, &pull);
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads, &pull);
   up_gradients(of, block, dh, scratch);
   push(of, numbers, group, scratch, nullptr, &dscore, dweights ? &*dweights : nullptr);
   if (ends)
@@ -280,7 +316,7 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
         finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
                 of.plan.error, of.plan.rows, of.plan.room},
                stream_of(stream)));
-  up_weight_gradients(of, block, dh, x, dup);
+  up_weight_gradients(of, block, dh, x, grads);
 }
 
 }  // namespace
@@ -305,7 +341,7 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, "
       "int layout, bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, "
       "Tensor(b!) dh, Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
-      "Tensor(i!)? ddown, int stream) -> ()");
+      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, int stream) -> ()");
   m.def(
       "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
       "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(d!)? h, Tensor(e!) order, "
@@ -315,7 +351,7 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "backward_parallel(Tensor(a!) dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(b!) plan, Tensor(c!) dh, "
       "Tensor(d!) scratch, Tensor(e!) dscore, Tensor(f!)? dweights, Tensor(g!)[] dup, "
-      "Tensor(i!)? ddown, bool ends, int[] group, int stream) -> ()");
+      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, bool ends, int[] group, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {

@@ -162,21 +162,20 @@ inline Pull pull_of(const Integers& numbers, const Group& group, const Sizes& si
           int(numbers[backward ? 11 : 10])};
 }
 
-// A weight gradient's operands: `dense` [S, columns], of which the columns from `first` on count, by sorted row, and
-// `gathered` [T, columns] by token.
-struct Outer {
-  const void* dense;
-  int64_t dense_columns, dense_stride, first;
-  const Tensor& gathered;
+// Panels of all parts, one under the other.
+struct Panels {
+  Parts parts;
+  const Tensor& data;
+  int64_t room;
+
+  const void* part(int64_t i) const {
+    return static_cast<const char*>(data.data_ptr()) + i * parts.panels() * room * kPanel * 2;
+  }
+  int64_t numel() const { return parts.count * parts.panels() * room * kPanel; }
 };
 
-// out = per expert the sum over its rows of dense outer gathered, or the other way round.
-inline void outer(const Outer& in, bool dense_first, const Sizes& sizes, const Plan& plan, const Tensor& out,
-                  int ticket, int64_t stream) {
-  const void* const dense = static_cast<const char*>(in.dense) + 2 * in.first;
-  require(weight_grad({sizes, dtype_of(in.gathered), plan, dense, in.dense_columns, in.dense_stride,
-                       in.gathered.data_ptr(), in.gathered.size(1), dense_first, out.data_ptr(), ticket},
-                      stream_of(stream)));
+inline void require_room(const Panels& in, const char* what) {
+  STD_TORCH_CHECK(in.data.numel() >= in.numel(), "mok-compile, sm90 engine: ", what, " needs more room");
 }
 
 }  // namespace mok::sm90

@@ -22,7 +22,7 @@ from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
 from mok_compile.distributed.windows import Shape, Windows, windows_for
 from mok_compile.engines import Problem, get, sm90
-from mok_compile.grouped import empty_as, grouped_sum
+from mok_compile.grouped import empty_as
 
 MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
 
@@ -125,7 +125,7 @@ class PeerMemory:
         if block.experts:
             plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
             counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, top_k))
-            a, out = x.new_empty(block.room, block.inner), x.new_empty(block.room, x.shape[1])
+            a, out = sm90.empty_panels(x, block.room, block.inner), x.new_empty(block.room, x.shape[1])
             kernels.forward_parallel(
                 rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
                 block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out,
@@ -173,35 +173,33 @@ class PeerMemory:
         dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
         up_grads = [empty_as(w) for w in operands.up] if need_up else []
         down_grads = [empty_as(w) for w in operands.down] if need_down else []
+        up_bias_grads = [b.new_empty(b.shape) for b in operands.up_bias] if need_up_bias else []
+        down_bias_grads = [b.new_empty(b.shape) for b in operands.down_bias] if need_down_bias else []
         stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "backward")
         kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, number, group, stream)
         # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
         if block.experts:
             plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
-            dh = torch.empty_like(saved.h)
+            dh = sm90.empty_dh(x, block.room, block.inner, call.spec)
             score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
             scores = x.new_empty(tokens, top_k, dtype=torch.float32)
-            size = block.room * max(block.hidden, block.inner)
+            size = sm90.scratch_size(block.room, block.hidden, block.inner)
             scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
             alone = block.down_bias is None
             kernels.backward_parallel(
                 all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
                 block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
-                scores, up_grads, down_grads[0] if need_down else None, alone, group, stream,
+                scores, up_grads, down_grads[0] if need_down else None, up_bias_grads,
+                down_bias_grads[0] if need_down_bias else None, alone, group, stream,
             )  # fmt: skip
             del scratch
             if not alone:
                 scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
                 kernels.finish(all_ids, scores, plan, block.room, group, stream)
-            bias_grads = _bias_grads(
-                block, operands, dh, all_dy, all_weights, order, offsets, need_up_bias, need_down_bias
-            )
         else:
             kernels.finish(all_ids, None, None, 0, group, stream)
-            needed = zip((need_up_bias, need_down_bias), (operands.up_bias, operands.down_bias), strict=True)
-            bias_grads = [empty_as(b) for need, biases in needed if need for b in biases]
         _sum(block, call, ids, None, dx, dweights, group, stream)
-        of_experts = [*up_grads, *down_grads, *bias_grads]
+        of_experts = [*up_grads, *down_grads, *up_bias_grads, *down_bias_grads]
         _poison(of_experts, windows)
         return [*(g for g in (dx, dweights) if g is not None), *of_experts]
 
@@ -274,18 +272,6 @@ def _sum(block: _Block, call: Call, ids, weights, y, dweights, group: list[int],
         ids, weights if exact else None, windows.shape.hidden, sharding.num_experts, sharding.per_rank, block.half,
         y, dweights, position, windows.own.data_ptr(), group, stream,
     )  # fmt: skip
-
-
-def _bias_grads(block, operands, dh, dy, weights, order, offsets, need_up_bias, need_down_bias) -> list[torch.Tensor]:
-    found = []
-    if need_up_bias:
-        for b, part in zip(block.up_bias, dh.chunk(max(1, len(block.up_bias)), 1), strict=False):
-            found += grouped_sum(part, offsets, b)
-    if need_down_bias:
-        slot = order[: dh.shape[0]].long()
-        dout = dy[slot // weights.shape[1]] * weights.reshape(-1)[slot][:, None]
-        found += grouped_sum(dout.to(dy.dtype), offsets, operands.down_bias[0])
-    return found
 
 
 def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, bool]:

@@ -11,7 +11,7 @@ import torch
 from mok_compile import build, routing
 from mok_compile.activation import GatedForm, gated_form
 from mok_compile.engines import Problem, get, sm90_router, warn_once
-from mok_compile.grouped import Bank, empty_as, grouped_sum
+from mok_compile.grouped import Bank, empty_as
 from mok_compile.reference import Experts
 from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
@@ -20,8 +20,9 @@ from mok_compile.spec import ExpertsSpec
 LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
+PANEL = 64  # columns, kPanel there
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
-MAX_SLOTS = 1 << 22  # kRagged in csrc/cuda/sm90/persistent.cuh
+MAX_SLOTS = 1 << 22  # tiles, tickets and rows of panels are counted in 32 bits
 
 
 class Sm90:
@@ -61,7 +62,7 @@ class Sm90:
         order, offsets = int32(x, slots), int32(x, num_experts)
         if slots == 0:
             return y, h, order, offsets.zero_()
-        a, rows = x.new_empty(slots, inner), x.new_empty(slots + 1, hidden)
+        a, rows = empty_panels(x, slots, inner), x.new_empty(slots + 1, hidden)
         operands = (x, ids, weights, *_firsts(experts), where.addresses, up_bias, down_bias)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
@@ -91,32 +92,28 @@ class Sm90:
         x = aligned(x)
         slots, top_k = ids.numel(), ids.shape[1]
         plan = int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
-        dh = torch.empty_like(h)
+        dh = empty_dh(x, slots, inner, spec)
         score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
         dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
         dweights = torch.empty_like(weights) if need_weights and not on_input else None
         down_grad = _empty_gradient(experts.down, where.transposed) if need_down else None
         up_grads = [_empty_gradient(bank, where.transposed) for bank in experts.up] if need_up else []
+        up_bias, down_bias = _biases(experts)
+        up_bias_grads = [torch.empty_like(b) for b in up_bias] if need_up_bias else []
+        down_bias_grad = torch.empty_like(down_bias) if need_down_bias else None
         # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
-        room = slots * max(hidden, inner)
+        room = scratch_size(slots, hidden, inner)
         scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             operands = (dy, x, ids, weights, *_firsts(experts), where.addresses)
             how = (layout, where.transposed, activation)
-            grads = (dx, dweights, up_grads, down_grad)
+            grads = (dx, dweights, up_grads, down_grad, up_bias_grads, down_bias_grad)
             saved = (h, order, offsets)
             ops.backward(*operands, *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
         del scratch
-        of_experts = [*up_grads, *([down_grad] if need_down else [])]
-        up_bias, down_bias = _biases(experts)
-        if need_up_bias:
-            for b, part in zip(up_bias, dh.chunk(len(up_bias), 1), strict=True):
-                of_experts += grouped_sum(part, offsets, b)
-        if need_down_bias:
-            slot = order.long()
-            dout = dy[slot // top_k] * weights.reshape(-1)[slot][:, None].float()
-            of_experts += grouped_sum(dout.to(x.dtype), offsets, down_bias)
+        of_experts = [*up_grads, down_grad, *up_bias_grads, down_bias_grad]
+        of_experts = [grad for grad in of_experts if grad is not None]
         if dweights is not None and down_bias is not None:
             dweights += bias_score(dy, ids, down_bias).to(dweights.dtype)
         if on_input:
@@ -328,6 +325,23 @@ def _numbers(form: GatedForm) -> list[float]:
     limits = (form.gate_min, form.gate_max, form.up_min, form.up_max, form.up_offset)
     assert not any(math.isnan(v) for v in limits)
     return [KINDS.index(form.kind), float(swapped), form.alpha, *limits]
+
+
+def empty_panels(like: torch.Tensor, rows: int, columns: int, parts: int = 1) -> torch.Tensor:
+    """Room for `rows` rows of `parts` times `columns` numbers as the kernels keep them: in panels of 64 columns."""
+    return like.new_empty(parts * -(-columns // PANEL), rows, PANEL)
+
+
+def empty_dh(like: torch.Tensor, rows: int, inner: int, spec: ExpertsSpec) -> torch.Tensor:
+    """Room for the gradient of h, see `parts_of` in csrc/cuda/sm90/arguments.h."""
+    together = spec.layout in ("single", "interleaved")
+    width = inner * (2 if spec.gated else 1)
+    return empty_panels(like, rows, width) if together else empty_panels(like, rows, inner, 2)
+
+
+def scratch_size(rows: int, hidden: int, inner: int) -> int:
+    """What backward needs: room for the activation in panels, or for rows of dx."""
+    return rows * max(hidden, -(-inner // PANEL) * PANEL)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

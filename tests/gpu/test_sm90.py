@@ -1,5 +1,9 @@
 """The sm90 engine against the meaning of a spec in float64, next to what PyTorch's own kernels make of it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -720,3 +724,11 @@ def test_through_compile():
     found = torch.autograd.grad(compiled, (x, weights, up, down), block.dy)
     assert torch.equal(eager, compiled)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_expandable_segments():
+    """Their memory lies at low addresses, and tensor maps may begin before what they describe."""
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "test_as_good_as_torch or bits_of_many"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -161,9 +161,9 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 }
 
 // The other way: writes the box from shared memory, as far as it lies inside the tensor, on the copy engine's own time.
-__device__ __forceinline__ void send_box(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
-               "r"(x), "r"(y), "r"(z)
+__device__ __forceinline__ void send_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
 __device__ __forceinline__ void sends_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -31,6 +31,21 @@ inline bool is_plain_silu(const Activation& f) {
 
 constexpr int kMaxExperts = 1023;
 
+// The activation and dh, which nobody else sees, lie in panels of 64 columns, [panels][room][64] for sorted rows: what
+// the copy engine fetches is then one piece of memory. A part of dh (gate, up; or all columns, where these alternate or
+// there is no gate) begins with a panel of its own.
+constexpr int kPanel = 64;
+constexpr int64_t panels_of(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
+
+struct Parts {
+  int64_t columns, count;  // of each part; at most two
+  int64_t panels() const { return panels_of(columns); }
+};
+inline Parts parts_of(Layout layout, int64_t inner) {
+  if (layout == Layout::kSingle) return {inner, 1};
+  return layout == Layout::kInterleaved ? Parts{2 * inner, 1} : Parts{inner, 2};
+}
+
 // A weight of all experts: matrices of 16-bit elements, their rows `pitch` elements apart, wherever they are. That of
 // expert e begins place(e) * unit bytes after `data`, the lowest of their addresses; `unit` divides all distances, so
 // that a place is a coordinate of a tensor map: `ends` of them, at most 2^31.
@@ -130,7 +145,8 @@ const char* tell_places(const Sizes& sizes, const Plan& plan, const Places& plac
 
 // `transposed`, here and below: the weights are stored as [E, in, out] instead of [E, out, in].
 //
-// rows[r] = down(activation(up(x[token of r]))) for every sorted row r; a [S, I] is scratch, h [S, N] may be null.
+// rows[r] = down(activation(up(x[token of r]))) for every sorted row r; a, panels of I columns, is scratch; h [S, N]
+// may be null.
 struct ForwardArguments {
   Sizes sizes;
   Dtype dtype;
@@ -234,7 +250,8 @@ struct RouteArguments {
 };
 const char* route(const RouteArguments& arguments, void* stream);
 
-// dh [S, N], a [S, I] (times the routing weight) and dscore [tiles][S], whose sum over tiles is <dy, expert output>.
+// dh (panels of the parts of N), a (panels of I columns, times the routing weight) and dscore [tiles][S], whose sum
+// over tiles is <dy, expert output>.
 struct DownGradArguments {
   Sizes sizes;
   Dtype dtype;
@@ -270,14 +287,13 @@ struct UpGradArguments {
 const char* up_grad(const UpGradArguments& arguments, void* stream);
 
 // out [E, dense columns, gathered columns] = per expert the sum over its sorted rows of dense[row] outer
-// gathered[token of row], or [E, gathered columns, dense columns] unless `dense_first`. The dense side has a stride, in
-// elements.
+// gathered[token of row], or [E, gathered columns, dense columns] unless `dense_first`. The dense side lies in panels.
 struct WeightGradArguments {
   Sizes sizes;
   Dtype dtype;
   Plan plan;
   const void* dense;
-  int64_t dense_columns, dense_stride;
+  Parts parts;  // of dense
   const void* gathered;
   int64_t gathered_columns;
   bool dense_first;
@@ -285,6 +301,21 @@ struct WeightGradArguments {
   int ticket;  // which counter of the plan
 };
 const char* weight_grad(const WeightGradArguments& arguments, void* stream);
+
+// The gradient of a bias: out [E, columns] = per expert the sum over its sorted rows, of panels or, if these are null,
+// of weight * dy[token of row], dy [T, columns].
+struct BiasGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Plan plan;
+  const void* panels;
+  Parts parts;  // of panels, or of dy
+  const void* dy;
+  const void* weights;
+  Dtype weights_dtype;
+  void* out;
+};
+const char* bias_grad(const BiasGradArguments& arguments, void* stream);
 
 // out [T, out_stride] columns [0, columns) = sum over the token's slots, in slot order, of (weight *) rows [S,
 // columns]. With dscore, also dweights[slot] = sum over tiles of dscore. Poisons the output if a wait has timed out.

@@ -22,7 +22,7 @@ const char* run(const ForwardArguments& in, void* stream) {
   if (const char* error = weight_map(&p.down, in.dtype, in.down, hidden, inner, kTransposed, !kTransposed))
     return error;
   p.down_places = in.down.places;
-  if (const char* error = ragged_map(&p.a, in.dtype, in.a, in.sizes.slots(), inner, inner, kTileM)) return error;
+  if (const char* error = panel_map(&p.a, in.dtype, in.a, panels_of(inner) * in.plan.room, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets;
@@ -39,7 +39,8 @@ const char* run(const ForwardArguments& in, void* stream) {
   p.hidden = int(hidden);
   p.inner = int(inner);
   p.second = halves ? int(inner) : separate ? 0 : kTileN / 2;
-  p.up_tiles = int((inner + Op::kWidth - 1) / Op::kWidth);
+  // Whole panels of `a`, which are read as a whole.
+  p.up_tiles = int((panels_of(inner) * kPanel + Op::kWidth - 1) / Op::kWidth);
   p.down_tiles = int((hidden + kTileN - 1) / kTileN);
   return launch<Op>(p, stream);
 }

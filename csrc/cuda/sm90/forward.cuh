@@ -25,7 +25,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   struct Params {
     // Boxes of 64 x 96, or 64 x 64 if transposed; where gate and up lie apart, they come from up[0] and up[1].
     CUtensorMap up[2], down;
-    CUtensorMap a;  // ragged, boxes of 64 x 128
+    CUtensorMap a;  // panels, boxes of 128 rows
     const int *up_places[2], *down_places;
     Plan plan;
     int* error;
@@ -90,7 +90,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
                                                 uint32_t barrier) {
       if (task.kind == kUp) return;
       if (step == 0) ptx::fence_for_async();  // other CTAs wrote these rows through ordinary stores
-      ragged_box(stage, &p.a, step * kTileK, task.row, task.rows, barrier);
+      panel_box(stage, &p.a, p.plan, step, task.row, task.rows, barrier);
     }
   };
 
@@ -191,7 +191,11 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
         }
       }
     }
-    T* const to = p.a_out + row * p.inner + task.column;
+    const auto store_a = [&](const auto& from, int column) {
+      __syncwarp();
+      from.template store_panels<2>(p.a_out, p.plan, int(row), rows, column, p.inner);
+      __syncwarp();
+    };
 #pragma unroll kUnroll
     for (int piece = 0; piece < 3; ++piece) {
       if constexpr (kApart) {
@@ -225,11 +229,11 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
           }
           strip.put(i, a);
         }
-        store(strip, to + piece * 64, p.inner, columns - piece * 64);
+        store_a(strip, task.column + piece * 64);
         next_piece<16>(h);
       }
     }
-    if (kGated) store(wide, to, p.inner, columns);
+    if (kGated) store_a(wide, task.column);
   }
 };
 

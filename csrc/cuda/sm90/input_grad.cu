@@ -48,8 +48,8 @@ template <class T, bool kTransposed>
 const char* run_up(const UpGradArguments& in, void* stream) {
   using Op = UpGrad<T, kTransposed>;
   const bool separate = in.layout == Layout::kSeparate;
-  const bool both = in.layout == Layout::kConcat || in.layout == Layout::kInterleaved;
-  const int64_t k = both ? 2 * in.sizes.inner : in.sizes.inner;
+  const Parts parts = parts_of(in.layout, in.sizes.inner);
+  const int64_t k = separate ? parts.columns : parts.columns * parts.count;
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
     const Weight& up = in.up[separate ? i : 0];
@@ -57,13 +57,14 @@ const char* run_up(const UpGradArguments& in, void* stream) {
       return error;
     p.places[i] = up.places;
   }
-  const int64_t columns = separate ? 2 * k : k;
-  if (const char* error = ragged_map(&p.dh, in.dtype, in.dh, in.sizes.slots(), columns, columns, kTileM)) return error;
+  const int64_t rows = parts.count * parts.panels() * in.plan.room;
+  if (const char* error = panel_map(&p.dh, in.dtype, in.dh, rows, kTileM)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 2;
-  p.part = int(k);
-  p.parts = separate ? 2 : 1;
+  p.part = int(parts.columns);
+  p.parts = int(parts.count);
+  p.second = separate ? 0 : int(parts.columns);
   p.rows = static_cast<T*>(in.rows);
   p.first_column = int(in.first_column);
   p.columns = int(in.columns);

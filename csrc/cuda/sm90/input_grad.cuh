@@ -68,7 +68,7 @@ struct DownGrad : Common<> {
     }
   };
 
-  // Where a lane finds its lines of h and dh, in the half tile that starts at row `first` of the tile.
+  // Where a lane finds its lines of h, in the half tile that starts at row `first` of the tile.
   struct Lines {
     int64_t at;  // element of the first line, in the piece of columns 0
     int rows;    // lines from the lane's own on
@@ -135,8 +135,13 @@ struct DownGrad : Common<> {
       const Lines lines(p, task, warp, half * 64);
       const bool more = half + 1 < kHalves && task.rows > first + 64;
       const int row = task.row + first + warp.row();  // in fragments as in lines: this one and + 8
-      const int room_a = p.inner - task.column - Patches::line_column();
-      T* const to_a = p.a + static_cast<int64_t>(row) * p.inner + task.column + Patches::line_column();
+      const int scale = kInterleaved ? 2 : 1;
+      // Panels of a part of dh and of a, and the tile's first one.
+      const int dh_panels = steps_of(scale * p.inner), dh_first = scale * task.column / kPanel;
+      const int a_panels = steps_of(p.inner), a_first = task.column / kPanel;
+      const auto at = [&](T* data, int panel, int column) {
+        return data + static_cast<int64_t>(panel_row(p.plan, panel, row)) * kPanel + column + Patches::line_column();
+      };
       const float weight[2] = {half == 0 ? weights[0] : weights[2 * kHalves - 2],
                                half == 0 ? weights[1] : weights[2 * kHalves - 1]};
       float score[2] = {0.0f, 0.0f};
@@ -192,13 +197,17 @@ struct DownGrad : Common<> {
           }
         }
         __syncwarp();
-        if (kGated)
-          patches.template store<kPair>(p.dh + lines.place(piece, false), lines.stride, lines.lines(piece, false));
-        patches.template store<kPair + 1>(p.dh + lines.place(piece, true), lines.stride, lines.lines(piece, true));
+        const int within = piece % 2 * 32, a_panel = a_first + piece / 2;
+        const int dh_panel = dh_first + (kInterleaved ? piece : piece / 2);
+        const int dh_lines = dh_panel < dh_panels ? lines.rows : 0;
+        if (kGated) patches.template store<kPair>(at(p.dh, dh_panel, kInterleaved ? 0 : within), kPanel, dh_lines);
+        patches.template store<kPair + 1>(
+            at(p.dh, dh_panel + (kColumns == Columns::kHalves ? dh_panels : 0), kInterleaved ? 32 : within), kPanel,
+            dh_lines);
         __syncwarp();
         patches.template put<kPair>(a);
         __syncwarp();
-        patches.template store<kPair>(to_a + piece * 32, p.inner, room_a > piece * 32 ? lines.rows : 0);
+        patches.template store<kPair>(at(p.a, a_panel, within), kPanel, a_panel < a_panels ? lines.rows : 0);
         __syncwarp();
       };
 #pragma unroll 1  // as for the halves
@@ -233,13 +242,14 @@ struct UpGrad : Common<> {
   struct Params {
     // Boxes of 64 x 64, or 64 x 96 if transposed; the second for the second part of dh, where gate and up are separate.
     CUtensorMap up[2];
-    CUtensorMap dh;  // ragged, boxes of 64 x 128
+    CUtensorMap dh;  // panels, boxes of 128 rows
     const int* places[2];
     Plan plan;
     int* error;
     int* ticket;
     T* rows;
-    int part, parts;  // columns of dh: per weight, number of weights
+    int part, parts;  // columns of dh in each part, number of parts
+    int second;       // row of up[1] at which the second part starts
     int first_column, columns, tiles;
   };
 
@@ -257,7 +267,7 @@ struct UpGrad : Common<> {
                                                    uint32_t barrier) {
       const int part_steps = steps_of(p.part);
       const bool second = step >= part_steps;
-      const int k = (second ? step - part_steps : step) * kTileK;
+      const int k = second ? p.second + (step - part_steps) * kTileK : step * kTileK;
       const Matrix up{second ? &p.up[1] : &p.up[0], second ? task.place[1] : task.place[0]};
       const int column = p.first_column + task.column;
       if constexpr (kTransposed) {
@@ -266,12 +276,10 @@ struct UpGrad : Common<> {
         transposed_boxes(up, k, column, stage + kBytesA, barrier);
       }
     }
-    // Past the end of its part a box meets zeros of the weight.
+    // Past the end of its part dh is zero.
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      const int part_steps = steps_of(p.part);
-      const int k = step >= part_steps ? p.part + (step - part_steps) * kTileK : step * kTileK;
-      ragged_box(stage, &p.dh, k, task.row, task.rows, barrier);
+      panel_box(stage, &p.dh, p.plan, step, task.row, task.rows, barrier);
     }
   };
 

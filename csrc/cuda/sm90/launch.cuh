@@ -59,16 +59,13 @@ inline const char* weight_map(CUtensorMap* map, Dtype dtype, const Weight& weigh
                         {64, cuuint32_t(straight ? kTileN / 2 : 64)}});
 }
 
-// A map of 16-bit rows [rows, columns] for boxes of 64 columns that end at any row, not only at the last: the rows
-// appear twice, as y and as z, with the same stride, y counted from kRagged rows before the data. A box of `n` rows
-// from row r on is the one at y = kRagged - n, z = r + n: rows past the n-th lie outside along y, and become zero.
-inline const char* ragged_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t rows, int64_t columns,
-                              int64_t stride, int box_rows) {
-  const char* const base = static_cast<const char*>(data) - kRagged * stride * 2;
-  const cuuint64_t bytes = cuuint64_t(stride) * 2;
-  return encode_map<3>(
-      map, dtype, base,
-      {{cuuint64_t(columns), kRagged, cuuint64_t(rows) + 1}, {bytes, bytes}, {64, cuuint32_t(box_rows)}});
+// A map of panels, one under the other, for boxes that end at any row, not only at the last: the rows appear twice, as
+// y and as z, with the same stride, y counted from kRagged rows before the data. A box of `n` rows from row r on is the
+// one at y = kRagged - n, z = r + n: rows past the n-th lie outside along y, and become zero.
+inline const char* panel_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t rows, int box_rows) {
+  constexpr cuuint64_t kBytes = kPanel * 2;
+  return encode_map<3>(map, dtype, static_cast<const char*>(data) - kRagged * kBytes,
+                       {{kPanel, kRagged, cuuint64_t(rows) + 1}, {kBytes, kBytes}, {kPanel, cuuint32_t(box_rows)}});
 }
 
 template <class Op>

@@ -28,8 +28,8 @@
 //   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
 //
 // - prepare(p, task, warp): what a consumer warp does before it multiplies; finish(p, task, acc, warp): what it does
-//   with its rows of the tile then; finish_empty(p, task, warp): the same for a task without steps; drain(): what a
-//   thread does at the end. See Common.
+//   with its rows of the tile then (zeros, if the task has no steps); drain(): what a thread does at the end. See
+//   Common.
 //
 // Tasks are handed out in order and a CTA works on its tasks in order; a task may wait for tasks with smaller tickets
 // only. So the unfinished task with the smallest ticket never waits, however many CTAs are running.
@@ -50,9 +50,14 @@ constexpr int kTaskSlots = 4;
 constexpr int kAccumulators = 96;  // per thread and half tile of 64 x 192
 static_assert(kTileM == kBlockRows, "a row block is one tile high");
 
-// Rows that a box may start before the end of its rows, see ragged_map. Not more of them than a box has: the map begins
+// Rows that a box may start before the end of its rows, see panel_map. Not more of them than a box has: the map begins
 // that far before the data, and expandable segments of PyTorch's allocator lie at low addresses.
 constexpr int kRagged = kTileM;
+
+static_assert(kPanel == kTileK, "a panel is a step wide");
+
+// A row of a panel, among those of all panels: 32 bits count them in any memory there is.
+__device__ __forceinline__ int panel_row(const Plan& plan, int panel, int row) { return panel * int(plan.room) + row; }
 
 constexpr uint32_t kBytesA = kTileM * kTileK * 2;
 constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed
@@ -83,8 +88,6 @@ struct Common {
   static __device__ __forceinline__ void locate(const A&...) {}
   template <class... A>
   static __device__ __forceinline__ void prepare(const A&...) {}
-  template <class... A>
-  static __device__ __forceinline__ void finish_empty(const A&...) {}
   static __device__ __forceinline__ void drain() {}
 };
 
@@ -358,11 +361,19 @@ __device__ __forceinline__ void produce(const typename Op::Params& p, const Ring
   }
 }
 
-// All steps of one tile. Passes the turn on as early as it can.
+// All steps of one tile, if there are any. Passes the turn on as early as it can.
 template <class Op, int kHalves>
 __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task, int lane,
                                          uint32_t next_turn) {
   using Mma = ptx::Mma<typename Op::Element>;
+  if (task.steps == 0) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) acc[half][i] = 0.0f;
+    if (lane == 0) ptx::barrier_arrive(next_turn);
+    return;
+  }
   constexpr uint32_t kStepA = ptx::mma_offset(Op::kTransposeA ? 2048 : 32);  // 16 along K
   constexpr uint32_t kStepB = ptx::mma_offset(Op::kTransposeB ? 2048 : 32);
   // Known to the compiler to be the same in all lanes: the operands' places are then found in uniform registers.
@@ -421,10 +432,7 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
     ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, kTurn);
     __syncwarp();
     const uint32_t next_turn = ring.turn(group ^ 1);
-    if (task.steps == 0) {
-      if (warp.lane() == 0) ptx::barrier_arrive(next_turn);
-      Op::finish_empty(p, task, warp);
-    } else if (task.rows > kTileM / 2) {
+    if (task.rows > kTileM / 2) {
       Accumulators<2> acc;
       multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
       Op::finish(p, task, acc, warp);

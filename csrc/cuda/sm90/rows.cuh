@@ -102,10 +102,10 @@ __device__ __forceinline__ void transposed_boxes(const Matrix& from, int k, int 
     ptx::copy_box(to + i * kChunk, from.map, column + i * 64, k, from.place, barrier);
 }
 
-// Rows [row, row + rows) of a ragged map (see ragged_map), at most as many as a box has: its other rows become zero.
-__device__ __forceinline__ void ragged_box(uint32_t to, const CUtensorMap* map, int column, int row, int rows,
-                                           uint32_t barrier) {
-  ptx::copy_box(to, map, column, kRagged - rows, row + rows, barrier);
+// Rows [row, row + rows) of a panel (see panel_map), at most as many as a box has: its other rows become zero.
+__device__ __forceinline__ void panel_box(uint32_t to, const CUtensorMap* map, const Plan& plan, int panel, int row,
+                                          int rows, uint32_t barrier) {
+  ptx::copy_box(to, map, 0, kRagged - rows, panel_row(plan, panel, row) + rows, barrier);
 }
 
 // Row block and column tile of a ticket: all tiles of `columns` column tiles over the plan's blocks, group by group.

@@ -42,6 +42,24 @@ struct Strip {
         *reinterpret_cast<uint4*>(to + (row * stride + chunk * 8)) = ptx::load_shared(base + place(row, chunk));
     }
   }
+  // The same to panels; `first` is the strip's first row there, `column` its first column of the `columns` that there
+  // are. Those after them become zero, to the end of their panel.
+  template <int kAtOnce = kLoads, class T>
+  __device__ __forceinline__ void store_panels(T* to, const Plan& plan, int first, int rows, int column,
+                                               int columns) const {
+    const int inside = kColumns == 64 ? 0 : column % kPanel;  // a strip of 64 columns is a panel
+    const int left = columns - column, end = left + (kPanel - columns % kPanel) % kPanel;
+    T* const start = to + static_cast<int64_t>(panel_row(plan, column / kPanel, first)) * kPanel;
+    const int64_t next = plan.room * kPanel;
+#pragma unroll kAtOnce
+    for (int i = 0; i < kLoads; ++i) {
+      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
+      if (row >= rows || chunk * 8 >= end) continue;
+      const uint4 v = chunk * 8 < left ? ptx::load_shared(base + place(row, chunk)) : make_uint4(0, 0, 0, 0);
+      const int at = inside + chunk * 8;
+      *reinterpret_cast<uint4*>(start + (at < kPanel ? 0 : next) + row * kPanel + at % kPanel) = v;
+    }
+  }
 };
 
 template <class T>
@@ -90,12 +108,17 @@ struct Outbox {
   static constexpr uint32_t kBox = 64 * 128, kBytes = kTileN / 64 * kBox;
 };
 
-// Leaves the tile, of which `rows` and `columns` exist, to the copy engine; `map` has boxes of 64 x 64. Its first
-// element is (row, column) of matrix z, or (column, row) if kFlipped: then the tile's columns become lines. Strips of a
-// quarter outbox each.
+// A tile's columns as panels: its first one, how many there are, and how many make a part.
+struct TilePanels {
+  int first, count, part;
+};
+
+// Leaves the tile, of which `rows` exist, to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes
+// of 64 x 64; `row` is the tile's first one. If kFlipped, columns and rows change places: the tile's columns become
+// lines. Strips of a quarter outbox each.
 template <class T, bool kFlipped, int kHalves>
 __device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, const Warp& warp, const CUtensorMap* map,
-                                          int row, int column, int z, int rows, int columns) {
+                                          int row, int rows, const TilePanels& panels, int expert) {
   const int lane = warp.lane(), group = threadIdx.x / 128;
   const bool leader = threadIdx.x % 128 == 0;
   const uint32_t outbox = warp.strips - warp.index() * (Outbox::kBytes / 4);
@@ -122,9 +145,10 @@ __device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, cons
     if (leader) {
 #pragma unroll
       for (int i = 0; i < kTileN / 64; ++i) {
-        if (i * 64 >= columns || half * 64 >= rows) continue;
-        const int x = column + i * 64, y = row + half * 64;
-        ptx::send_box(map, outbox + i * Outbox::kBox, kFlipped ? y : x, kFlipped ? x : y, z);
+        const int panel = panels.first + i, part = panel >= panels.part;
+        if (panel >= panels.count || half * 64 >= rows) continue;
+        const int x = (part ? panel - panels.part : panel) * kPanel, y = row + half * 64;
+        ptx::send_box(map, outbox + i * Outbox::kBox, kFlipped ? y : x, kFlipped ? x : y, part, expert);
       }
       ptx::sends_commit();
     }

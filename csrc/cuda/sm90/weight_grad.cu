@@ -10,24 +10,27 @@ const char* run(const WeightGradArguments& in, void* stream) {
   using Op = WeightGrad<T, kFlipped>;
   typename Op::Params p{};
   if (const char* error =
-          ragged_map(&p.dense, in.dtype, in.dense, in.sizes.slots(), in.dense_columns, in.dense_stride, 64))
+          panel_map(&p.dense, in.dtype, in.dense, in.parts.count * in.parts.panels() * in.plan.room, kTileK))
     return error;
-  const cuuint64_t across = cuuint64_t(kFlipped ? in.gathered_columns : in.dense_columns),
-                   down = cuuint64_t(kFlipped ? in.dense_columns : in.gathered_columns);
-  if (const char* error =
-          encode_map<3>(&p.sent, in.dtype, in.out,
-                        {{across, down, cuuint64_t(in.sizes.experts)}, {2 * across, 2 * across * down}, {64, 64}}))
+  const cuuint64_t gathered = cuuint64_t(in.gathered_columns), dense = cuuint64_t(in.parts.columns),
+                   parts = cuuint64_t(in.parts.count), line = 2 * (kFlipped ? gathered : parts * dense),
+                   part = 2 * dense * (kFlipped ? gathered : 1), matrix = 2 * parts * dense * gathered;
+  if (const char* error = encode_map<4>(
+          &p.sent, in.dtype, in.out,
+          {{kFlipped ? gathered : dense, kFlipped ? dense : gathered, parts, cuuint64_t(in.sizes.experts)},
+           {line, part, matrix},
+           {64, 64, 1}}))
     return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + in.ticket;
   p.gathered = static_cast<const T*>(in.gathered);
-  p.out = static_cast<T*>(in.out);
   p.experts = int(in.sizes.experts);
   p.gathered_columns = int(in.gathered_columns);
-  p.dense_columns = int(in.dense_columns);
   p.gathered_tiles = int((in.gathered_columns + kTileM - 1) / kTileM);
-  p.dense_tiles = int((in.dense_columns + kTileN - 1) / kTileN);
+  p.part = int(in.parts.panels());
+  p.panels = int(in.parts.count) * p.part;
+  p.dense_tiles = int((p.panels * kPanel + kTileN - 1) / kTileN);
   return launch<Op>(p, stream);
 }
 

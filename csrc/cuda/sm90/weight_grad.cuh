@@ -29,14 +29,14 @@ struct WeightGrad : Common<> {
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
   struct Params {
-    CUtensorMap dense;  // ragged, boxes of 64 x 64
-    CUtensorMap sent;   // out, boxes of 64 x 64
+    CUtensorMap dense;  // panels, boxes of 64 rows
+    CUtensorMap sent;   // out, see send_tile
     Plan plan;
     int* error;
     int* ticket;
     const T* gathered;  // [tokens, gathered_columns]
-    T* out;             // [experts, gathered_columns, dense_columns], or flipped
-    int experts, gathered_columns, dense_columns, gathered_tiles, dense_tiles;
+    int experts, gathered_columns, gathered_tiles, dense_tiles;
+    int panels, part;  // of the dense side: all of them, and those of a part
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
@@ -50,10 +50,9 @@ struct WeightGrad : Common<> {
   }
 
   struct Boxes {
-    // Groups of 64 columns of the dense side that exist. The others are not asked for: a ragged box that lies outside
-    // altogether faults.
+    // Panels that exist. The others are not asked for: a box that lies outside altogether faults.
     static __device__ __forceinline__ int groups(const Params& p, const Task& task) {
-      return min(kDenseGroups, (p.dense_columns - task.column + 63) / 64);
+      return min(kDenseGroups, p.panels - task.column / kPanel);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params& p, const Task& task) {
       return groups(p, task) * kChunk;
@@ -65,7 +64,8 @@ struct WeightGrad : Common<> {
 #pragma unroll
       for (int g = 0; g < kDenseGroups; ++g)
         if (g < groups(p, task))
-          ragged_box(stage + kBytesA + g * kChunk, &p.dense, task.column + g * 64, task.extra + done, left, barrier);
+          panel_box(stage + kBytesA + g * kChunk, &p.dense, p.plan, task.column / kPanel + g, task.extra + done, left,
+                    barrier);
     }
   };
 
@@ -141,24 +141,10 @@ struct WeightGrad : Common<> {
   template <int kHalves>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
                                                 const Warp& warp) {
-    send_tile<T, kFlipped, kHalves>(acc, warp, &p.sent, task.row, task.column, task.expert, task.rows,
-                                    p.dense_columns - task.column);
+    send_tile<T, kFlipped, kHalves>(acc, warp, &p.sent, task.row, task.rows, {task.column / kPanel, p.panels, p.part},
+                                    task.expert);
   }
   static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
-
-  // An expert without rows: exact zeros.
-  static __device__ __forceinline__ void finish_empty(const Params& p, const Task& task, const Warp& warp) {
-    const int columns = min(kTileN, p.dense_columns - task.column);
-    const int lines = kFlipped ? columns : task.rows, length = kFlipped ? task.rows : columns;
-    const int64_t first = kFlipped ? static_cast<int64_t>(task.column) * p.gathered_columns + task.row
-                                   : static_cast<int64_t>(task.row) * p.dense_columns + task.column;
-    T* const to =
-        p.out + static_cast<int64_t>(task.expert) * p.gathered_columns * p.dense_columns + first + warp.lane() * 8;
-    for (int line = warp.index(); line < lines; line += 4)
-      if (warp.lane() * 8 < length)
-        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(line) * (kFlipped ? p.gathered_columns : p.dense_columns)) =
-            make_uint4(0, 0, 0, 0);
-  }
 };
 
 }  // namespace mok::sm90
