@@ -7,12 +7,13 @@ experts are chosen by, `weights` from the chosen experts' numbers to their routi
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from mok_compile.spec import from_line, to_line
 
 # Functions of the numbers along the last dimension, and what they take.
 #   cast dtype      softmax | softmax dtype      sigmoid, softplus, sqrt, tanh      mul, add, div: a constant
@@ -127,12 +128,12 @@ class RouterSpec:
 
     def to_json(self) -> str:
         """One line that goes into the op call; `from_json` reads it back."""
-        return json.dumps(self.to_dict())
+        return to_line(self.to_dict())
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> RouterSpec:
-        fields = json.loads(text)
+        fields = from_line(text)
         for name in ("scores", "weights"):
             fields[name] = tuple(Step(step["op"], tuple(step["args"])) for step in fields[name])
         if fields["groups"] is not None:

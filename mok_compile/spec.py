@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,16 +68,27 @@ class ExpertsSpec:
         fields = {"activation": self.activation, "layout": self.layout, "out_dtype": self.out_dtype}
         if self.weight_on != "output":
             fields["weight_on"] = self.weight_on
-        return json.dumps(fields)
+        return to_line(fields)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> ExpertsSpec:
-        return ExpertsSpec(**json.loads(text))
+        return ExpertsSpec(**from_line(text))
 
     def __str__(self) -> str:
         weight = ", weights on the input" if self.weight_on == "input" else ""
         return f"{self.activation} ({self.layout}){weight} -> {self.out_dtype}"
+
+
+def to_line(fields: dict[str, Any]) -> str:
+    """JSON as an op's argument: in single quotes, which nothing else here has. Inductor's `cpp_wrapper` puts a string
+    between double quotes into C++ as it is (torch/_inductor/codegen/cpp_wrapper_cpu.py)."""
+    return json.dumps(fields).replace('"', "'")
+
+
+def from_line(text: str) -> dict[str, Any]:
+    """What `to_line` was given; takes plain JSON too."""
+    return json.loads(text.replace("'", '"'))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

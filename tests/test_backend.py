@@ -321,6 +321,13 @@ def test_training_and_inference_through_inductor():
     assert_close(accumulated, 3 * model.up.grad)
 
 
+def test_wrappers_in_cpp():
+    """Inductor writes an op's text arguments into C++ source as they are."""
+    model, x = small(), tokens()
+    compare(model, torch.compile(model, backend="mok", options={**PORTABLE, "cpp_wrapper": True}), x)
+    assert counters["mok"]["fused"] == counters["mok"]["found"] == 1
+
+
 def test_saved_outputs_are_dropped_where_nobody_reads_them():
     model, x = small(), tokens(grad=False)
     compiled = torch.compile(model, backend="mok", options=PORTABLE)

@@ -96,10 +96,10 @@ placeholder gate_
 placeholder up_
 placeholder down_
 flat = reshape(l_x_, -1, 16)
-moe_default = moe.default(flat, flat, gate_, None, None, None, [up_], [down_], [], [], {"top_k": 3, "scores":
-    [{"op": "softmax", "args": []}], "weights": [{"op": "normalise", "args": []}], "groups": null,
-    "corrected": false, "masked": false, "ordered": true}, {"activation": "silu(gate) * up", "layout":
-    "concat", "out_dtype": "float32"}, portable)
+moe_default = moe.default(flat, flat, gate_, None, None, None, [up_], [down_], [], [], {'top_k': 3, 'scores':
+    [{'op': 'softmax', 'args': []}], 'weights': [{'op': 'normalise', 'args': []}], 'groups': null,
+    'corrected': false, 'masked': false, 'ordered': true}, {'activation': 'silu(gate) * up', 'layout':
+    'concat', 'out_dtype': 'float32'}, portable)
 getitem_9 = getitem(moe_default, 0)
 return (getitem_9,)""",
     )
@@ -120,10 +120,10 @@ flat = reshape(l_x_, -1, 16)
 transpose = transpose(down_, -2, -1)
 transpose_1 = transpose(up_, -2, -1)
 moe_default = moe.default(flat, flat, gate_, None, None, None, [transpose_1], [transpose], [up_bias_],
-    [down_bias_], {"top_k": 3, "scores": [{"op": "softmax", "args": []}], "weights": [{"op": "normalise",
-    "args": []}], "groups": null, "corrected": false, "masked": false, "ordered": true}, {"activation":
-    "clamp(gate, -inf, 1.5) * sigmoid(clamp(gate, -inf, 1.5) * 1.702) * (clamp(up, -1.5, 1.5) + 1.0)",
-    "layout": "interleaved", "out_dtype": "float32"}, portable)
+    [down_bias_], {'top_k': 3, 'scores': [{'op': 'softmax', 'args': []}], 'weights': [{'op': 'normalise',
+    'args': []}], 'groups': null, 'corrected': false, 'masked': false, 'ordered': true}, {'activation':
+    'clamp(gate, -inf, 1.5) * sigmoid(clamp(gate, -inf, 1.5) * 1.702) * (clamp(up, -1.5, 1.5) + 1.0)',
+    'layout': 'interleaved', 'out_dtype': 'float32'}, portable)
 getitem_11 = getitem(moe_default, 0)
 return (getitem_11,)""",
     )
@@ -141,9 +141,9 @@ placeholder up_proj_
 placeholder down_
 flat = reshape(l_x_, -1, 16)
 moe_default = moe.default(flat, flat, gate_, None, None, None, [gate_proj_, up_proj_], [down_], [], [],
-    {"top_k": 3, "scores": [{"op": "softmax", "args": []}], "weights": [{"op": "normalise", "args": []}],
-    "groups": null, "corrected": false, "masked": false, "ordered": true}, {"activation": "silu(gate) * up",
-    "layout": "separate", "out_dtype": "float32"}, portable)
+    {'top_k': 3, 'scores': [{'op': 'softmax', 'args': []}], 'weights': [{'op': 'normalise', 'args': []}],
+    'groups': null, 'corrected': false, 'masked': false, 'ordered': true}, {'activation': 'silu(gate) * up',
+    'layout': 'separate', 'out_dtype': 'float32'}, portable)
 getitem_7 = getitem(moe_default, 0)
 return (getitem_7,)""",
     )

@@ -188,6 +188,7 @@ def test_spec_says_what_it_is():
     assert str(spec) == "silu(gate) * up (concat) -> bfloat16"
     on_input = ExpertsSpec("square(relu(up))", "single", "float32", "input")
     assert ExpertsSpec.from_json(on_input.to_json()) == on_input
+    assert ExpertsSpec.from_json(on_input.to_json().replace("'", '"')) == on_input  # plain JSON
     assert not on_input.gated
     assert len({spec, ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), on_input}) == 2
 
