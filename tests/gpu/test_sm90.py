@@ -1,5 +1,6 @@
 """The sm90 engine against the meaning of a spec in float64, next to what PyTorch's own kernels make of it."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -732,3 +733,28 @@ def test_expandable_segments():
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "test_as_good_as_torch or bits_of_many"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("tokens", [4, 100])
+def test_first_call_of_a_thread(tokens):
+    """It has no context yet, and gets its memory without a call of CUDA."""
+    block = Block(tokens, 256, 192, 8, 2)
+    want = block.forward(engine, save=False)[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        got = pool.submit(block.forward, engine, save=False).result()[0]
+    assert torch.equal(got, want)
+
+
+def test_part_of_the_device():
+    """A green context has some of the multiprocessors, and launches that need all CTAs at once must fit there."""
+    few, many = Block(4, 256, 192, 8, 2), Block(40000, 64, 64, 8, 2)
+    wanted = few.forward(engine, save=False), many.forward(engine)
+    torch.cuda.synchronize()
+    context = torch.cuda.green_contexts.GreenContext.create(num_sms=16, device_id=0)
+    context.set_context()
+    try:
+        results = few.forward(engine, save=False), many.forward(engine)
+        torch.cuda.synchronize()
+    finally:
+        context.pop_context()
+    assert torch.equal(results[0][0], wanted[0][0]) and all(map(torch.equal, results[1], wanted[1]))

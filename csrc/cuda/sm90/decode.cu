@@ -77,9 +77,12 @@ const char* set(Product<T>& m, Dtype dtype, const Weight* const (&weight)[2], co
 template <class T, class Order>
 const char* run(const DecodeArguments& in, const Order& order, cudaStream_t stream) {
   const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner;
+  DecodeParams<T> p{};
+  // First, since it gives a new thread the context that tensor maps are made in.
+  void* const spare = static_cast<T*>(in.rows) + in.sizes.slots() * hidden;
+  if (const char* error = find_meeting(&p.meeting, spare, stream)) return error;
   const int grid = multiprocessors();
   if (grid < 1) return "CUDA does not say how many multiprocessors the device has";
-  DecodeParams<T> p{};
   p.ids = in.ids;
   p.wide = in.ids_dtype == Dtype::kInt64;
   p.weights = {const_cast<void*>(in.weights), in.weights_dtype};
@@ -108,8 +111,6 @@ const char* run(const DecodeArguments& in, const Order& order, cudaStream_t stre
   p.gated = gated;
   p.interleaved = interleaved;
   p.plain = is_plain_silu(in.activation) && !in.up_bias[0] && !in.down_bias && halved;
-  void* const spare = static_cast<T*>(in.rows) + in.sizes.slots() * hidden;
-  if (const char* error = find_meeting(&p.meeting, spare, stream)) return error;
   const int bytes = int(sizeof(DecodeMemory)) + (p.rows ? 0 : row_bytes);
   const auto kernel = decode_kernel<T, Order>;
   if (const char* error = check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))

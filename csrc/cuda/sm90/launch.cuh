@@ -14,7 +14,24 @@ inline const char* check(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
+// A function of the driver, null if it has none of that version.
+template <class Function>
+Function driver(const char* name, unsigned version) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
+  return reinterpret_cast<Function>(result == cudaDriverEntryPointSuccess ? found : nullptr);
+}
+
+// Of the thread's context: a green context has some of the device's.
 inline int multiprocessors() {
+  static const auto current = driver<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent", 12000);
+  static const auto resource = driver<decltype(&cuCtxGetDevResource)>("cuCtxGetDevResource", 12040);
+  CUcontext context = nullptr;
+  CUdevResource found{};
+  if (current && resource && current(&context) == CUDA_SUCCESS && context &&
+      resource(context, &found, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS)
+    return int(found.sm.smCount);
   int device = 0, count = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -29,13 +46,7 @@ struct MapShape {
 
 template <int kRank>
 const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape<kRank>& shape) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<Encode>(result == cudaDriverEntryPointSuccess ? found : nullptr);
-  }();
+  static const auto encode = driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (!encode) return "the driver has no cuTensorMapEncodeTiled";
   cuuint32_t box[kRank], steps[kRank];
   for (int i = 0; i < kRank; ++i) box[i] = i < kRank - 1 ? shape.box[i] : 1, steps[i] = 1;

@@ -2,6 +2,8 @@
 // share of the slots, then places it behind the CTAs before it. Nothing depends on the order in which CTAs run.
 #include <cooperative_groups.h>
 
+#include <algorithm>
+
 #include "launch.cuh"
 #include "rows.cuh"
 
@@ -176,8 +178,9 @@ const char* sort(const ScheduleArguments& in, void* stream) {
   uint4* h = static_cast<uint4*>(in.h);
   int64_t h_chunks = in.h_columns / 8;
   void* arguments[] = {&ids, &slots, &experts, &top_k, &order, &offsets, &counts, &plan, &h, &h_chunks};
-  return check(cudaLaunchCooperativeKernel(sort_kernel<Id>, dim3(sort_grid(slots)), dim3(kSortThreads), arguments,
-                                           size_t(shared_bytes), static_cast<cudaStream_t>(stream)));
+  const dim3 grid(unsigned(std::min(sort_grid(slots), std::max(1, multiprocessors()))));  // they wait for each other
+  return check(cudaLaunchCooperativeKernel(sort_kernel<Id>, grid, dim3(kSortThreads), arguments, size_t(shared_bytes),
+                                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace
