@@ -135,8 +135,8 @@ def _sm90() -> Target:
             *(
                 Source(f"cuda/sm90/{n}.cu")
                 for n in (
-                    *("backward_bfloat16", "backward_float16", "bias_grad", "forward", "decode"),
-                    *("schedule", "combine", "route", "exchange"),
+                    *("forward", "decode", "input_grad", "weight_grad", "bias_grad", "schedule", "combine", "route"),
+                    "exchange",
                 )
             ),
         ),

@@ -142,11 +142,11 @@ void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweig
 }
 
 // Where the rows' sums go in an exchange, instead of to this rank's own tokens; with `scores`, also their sums.
-void push(const Rows& of, const Integers& numbers, const Group& group, const void* rows, Dtype dtype,
-          const Tensor* weights, const Tensor* dscore = nullptr, const Tensor* dweights = nullptr) {
+void push(const Rows& of, const Integers& numbers, const Group& group, const Tensor& rows, const Tensor* weights,
+          const Tensor* dscore = nullptr, const Tensor* dweights = nullptr) {
   CombineArguments sum{};
   sum.sizes = of.sizes;
-  sum.dtype = sum.out_dtype = dtype;
+  sum.dtype = sum.out_dtype = dtype_of(rows);
   sum.plan = of.plan;
   if (weights) {
     sum.weights = weights->data_ptr();
@@ -154,10 +154,10 @@ void push(const Rows& of, const Integers& numbers, const Group& group, const voi
   }
   if (dweights) add_scores(sum, *dscore, *dweights);
   if (sends_routes(numbers)) {
-    require(push_routes({group, of.sizes, of.plan, rows}, stream_of(of.stream)));
+    require(push_routes({group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
     if (!dweights) return;
   } else {
-    sum.rows = rows;
+    sum.rows = rows.data_ptr();
     sum.columns = sum.out_stride = of.sizes.hidden;
     sum.push = &group;
   }
@@ -185,7 +185,7 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
     const Pull pull = pull_of(numbers, group, sizes, x, false);
     const Block block = block_of(of, up, down, {}, layout, transposed, activation);
     experts(of, block, up_bias, down_bias, x, h, a, rows, &pull);
-    push(of, numbers, group, rows.data_ptr(), dtype_of(rows), &weights);
+    push(of, numbers, group, rows, &weights);
     end.error = p.error;
     end.count = p.rows;
   }
@@ -200,63 +200,70 @@ struct Gradients {
   MaybeTensor down_bias;
 };
 
-// What backward reads and writes. `scratch` has room for the activation's panels and the rows of dx [S, H], one behind
-// the other, or for either of them.
-BackwardArguments products_of(const Rows& of, const Block& block, const Tensor& dy, const Tensor& x,
-                              const Tensor& weights, const Tensor& h, const Panels& dh, const Tensor& scratch,
-                              const Tensor& dscore, const Gradients& grads) {
+// A weight's gradient: per expert the sum over its rows of `dense` outer `gathered` [T, columns], or the other way
+// round.
+void outer(const Rows& of, const void* dense, const Parts& parts, bool dense_first, const Tensor& gathered,
+           const Tensor& out, int ticket) {
+  require(weight_grad({of.sizes, dtype_of(gathered), of.plan, dense, parts, gathered.data_ptr(), gathered.size(1),
+                       dense_first, out.data_ptr(), ticket},
+                      stream_of(of.stream)));
+}
+
+// The gradients through the down projection: dh, dscore, and those of down; `scratch` holds the activation.
+void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
+                    const Panels& dh, const Tensor& scratch, const Tensor& dscore, const Gradients& grads,
+                    const Pull* pull = nullptr) {
   const Panels a{{of.sizes.inner, 1}, scratch, of.plan.room};
-  const int64_t rows = of.plan.room * of.sizes.hidden;
-  STD_TORCH_CHECK(scratch.numel() >= rows, "mok-compile, sm90 engine: backward needs more room");
   require_room(a, "backward");
   require_room(dh, "backward");
-  char* const memory = static_cast<char*>(scratch.data_ptr());
-  return {of.sizes,
-          dtype_of(x),
-          block.layout,
-          block.transposed,
-          block.activation,
-          of.plan,
-          dy.data_ptr(),
-          x.data_ptr(),
-          h.data_ptr(),
-          weights.data_ptr(),
-          dtype_of(weights),
-          {block.weights.up[0], block.weights.up[1]},
-          block.weights.down,
-          dh.data.data_ptr(),
-          memory,
-          static_cast<float*>(dscore.data_ptr()),
-          const_cast<void*>(data_of(grads.down)),
-          scratch.numel() >= a.numel() + rows ? memory + 2 * a.numel() : memory,
-          {const_cast<void*>(data_of(grads.up, 0)), const_cast<void*>(data_of(grads.up, 1))},
-          nullptr};
-}
-
-// Starts the products up to before `last`, in as few launches as the memory allows: the rows of dx may have the place
-// of the activation, and the gradients of up that of both.
-void multiply(const BackwardArguments& in, BackwardPhase last, int64_t stream) {
-  BackwardPhase first = BackwardPhase::kDownGrad;
-  if (in.rows == in.a) {
-    require(backward(in, first, BackwardPhase::kUpGrad, stream_of(stream)));
-    first = BackwardPhase::kUpGrad;
-  }
-  require(backward(in, first, last, stream_of(stream)));
-}
-
-// The gradients of biases. dh is there.
-void bias_gradients(const Rows& of, const Panels& dh, const Tensor& dy, const Tensor& weights, const Gradients& grads) {
-  const auto sum = [&](const void* panels, const Parts& parts, const Tensor& out) {
-    require(bias_grad({of.sizes, dtype_of(dy), of.plan, panels, parts, panels ? nullptr : dy.data_ptr(),
-                       weights.data_ptr(), dtype_of(weights), out.data_ptr()},
+  require(down_grad({of.sizes, dtype_of(dy), block.layout, block.transposed, block.activation, of.plan, dy.data_ptr(),
+                     block.weights.down, h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data.data_ptr(),
+                     scratch.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
+                    stream_of(of.stream)));
+  if (grads.down) outer(of, a.part(0), a.parts, block.transposed, dy, *grads.down, 3);
+  if (grads.down_bias)
+    require(bias_grad({of.sizes,
+                       dtype_of(dy),
+                       of.plan,
+                       nullptr,
+                       {of.sizes.hidden, 1},
+                       dy.data_ptr(),
+                       weights.data_ptr(),
+                       dtype_of(weights),
+                       grads.down_bias->data_ptr()},
                       stream_of(of.stream)));
-  };
-  for (size_t i = 0; i < grads.up_bias.size(); ++i)
-    sum(dh.part(i), {dh.parts.columns, dh.parts.count / int64_t(grads.up_bias.size())}, grads.up_bias[i]);
-  if (grads.down_bias) sum(nullptr, {of.sizes.hidden, 1}, *grads.down_bias);
 }
 
-// The gradients that are given. `scratch` is memory of its own or the first gradient of up, which is then written last.
+// The rows of dx, from dh.
+void up_gradients(const Rows& of, const Block& block, const Panels& dh, const Tensor& rows) {
+  STD_TORCH_CHECK(rows.numel() >= of.plan.room * of.sizes.hidden, "mok-compile, sm90 engine: backward needs more room");
+  require(up_grad({of.sizes,
+                   dtype_of(rows),
+                   block.layout,
+                   block.transposed,
+                   of.plan,
+                   dh.data.data_ptr(),
+                   {block.weights.up[0], block.weights.up[1]},
+                   rows.data_ptr(),
+                   0,
+                   of.sizes.hidden},
+                  stream_of(of.stream)));
+}
+
+// The gradients of up: one tensor for all parts, or one for each.
+void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, const Tensor& x,
+                         const Gradients& grads) {
+  const auto parts = [&](const Tensors& out) { return Parts{dh.parts.columns, dh.parts.count / int64_t(out.size())}; };
+  for (size_t i = 0; i < grads.up.size(); ++i)
+    outer(of, dh.part(i), parts(grads.up), !block.transposed, x, grads.up[i], 4 + int(i));
+  for (size_t i = 0; i < grads.up_bias.size(); ++i)
+    require(bias_grad({of.sizes, dtype_of(x), of.plan, dh.part(i), parts(grads.up_bias), nullptr, nullptr,
+                       Dtype::kFloat32, grads.up_bias[i].data_ptr()},
+                      stream_of(of.stream)));
+}
+
+// The gradients that are given. dh is written first; then `scratch` holds the panels of the weighted
+// activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
 void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses,
                  int64_t layout, bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets,
                  Tensor plan, Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights,
@@ -266,30 +273,26 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
   const Gradients grads{dup, ddown, dup_bias, ddown_bias};
   const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
-  BackwardArguments products = products_of(of, block, dy, x, weights, h, dh, scratch, dscore, grads);
-  const bool later = products.dup[0] == products.a;
+  require(replan(sizes, of.plan, stream_of(stream)));
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads);
   CombineArguments sum{};
   sum.sizes = sizes;
   sum.dtype = sum.out_dtype = dtype_of(x);
   sum.plan = of.plan;
   if (dx) {
-    sum.rows = products.rows;
+    up_gradients(of, block, dh, scratch);
+    sum.rows = scratch.data_ptr();
     sum.out = dx->data_ptr();
     sum.columns = sum.out_stride = sizes.hidden;
-  } else {
-    products.rows = nullptr;
   }
   if (dweights) add_scores(sum, dscore, *dweights);
-  require(replan(sizes, of.plan, stream_of(stream)));
-  multiply(products, later ? BackwardPhase::kUpWeight : BackwardPhase::kEnd, stream);
   if (dx || dweights) require(combine(sum, stream_of(stream)));
-  if (later) require(backward(products, BackwardPhase::kUpWeight, BackwardPhase::kEnd, stream_of(stream)));
-  bias_gradients(of, dh, dy, weights, grads);
+  up_weight_gradients(of, block, dh, x, grads);
 }
 
-// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed, before the
-// gradients of up are written; dweights [ranks * capacity, K] float is this rank's part of the scores, pushed as well
-// if `ends` is set, with which the exchange needs nothing more than `sum`.
+// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights
+// [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with which the
+// exchange needs nothing more than `sum`.
 void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
                           Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
@@ -302,20 +305,18 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
   const Block block = block_of(of, up, down, {}, layout, transposed, activation);
   const Gradients grads{dup, ddown, dup_bias, ddown_bias};
   const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
-  const Pull pull = pull_of(numbers, group, sizes, dy, true);
-  BackwardArguments products = products_of(of, block, dy, x, weights, h, dh, scratch, dscore, grads);
-  products.pull = &pull;
   require(replan(sizes, of.plan, stream_of(stream)));
   require(wait_published(group, stream_of(stream)));
-  multiply(products, BackwardPhase::kUpWeight, stream);
-  push(of, numbers, group, products.rows, products.dtype, nullptr, &dscore, dweights ? &*dweights : nullptr);
+  const Pull pull = pull_of(numbers, group, sizes, dy, true);
+  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads, &pull);
+  up_gradients(of, block, dh, scratch);
+  push(of, numbers, group, scratch, nullptr, &dscore, dweights ? &*dweights : nullptr);
   if (ends)
     require(
         finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
                 of.plan.error, of.plan.rows, of.plan.room},
                stream_of(stream)));
-  if (!dup.empty()) require(backward(products, BackwardPhase::kUpWeight, BackwardPhase::kEnd, stream_of(stream)));
-  bias_gradients(of, dh, dy, weights, grads);
+  up_weight_gradients(of, block, dh, x, grads);
 }
 
 }  // namespace

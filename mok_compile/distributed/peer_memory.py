@@ -183,8 +183,8 @@ class PeerMemory:
             dh = sm90.empty_dh(x, block.room, block.inner, call.spec)
             score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
             scores = x.new_empty(tokens, top_k, dtype=torch.float32)
-            # The gradients of up are written last in any case, behind what other ranks wait for.
-            scratch = sm90.backward_scratch(x, block.room, block.hidden, block.inner, up_grads, whole=False)
+            size = sm90.scratch_size(block.room, block.hidden, block.inner)
+            scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
             alone = block.down_bias is None
             kernels.backward_parallel(
                 all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],

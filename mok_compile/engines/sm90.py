@@ -101,7 +101,9 @@ class Sm90:
         up_bias, down_bias = _biases(experts)
         up_bias_grads = [torch.empty_like(b) for b in up_bias] if need_up_bias else []
         down_bias_grad = torch.empty_like(down_bias) if need_down_bias else None
-        scratch = backward_scratch(x, slots, hidden, inner, up_grads, whole=True)
+        # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
+        room = scratch_size(slots, hidden, inner)
+        scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
         layout, activation = numbers_of(spec)
         with torch.cuda.device(x.device):
             operands = (dy, x, ids, weights, *_firsts(experts), where.addresses)
@@ -136,26 +138,6 @@ class Sm90:
         with torch.cuda.device(x.device):
             logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *vectors, router, program, stream_of(x))
         return routing.Routing(logits, weights, ids)
-
-
-# Memory in bytes for which backward's products need not be cut into several launches. Few tokens are what a launch more
-# is felt with, and they need less; more of it would show in the peak of a training step.
-MAX_OWN_SCRATCH = 1 << 28
-
-
-def backward_scratch(
-    x: torch.Tensor, slots: int, hidden: int, inner: int, up_grads: list[torch.Tensor], *, whole: bool
-) -> torch.Tensor:
-    """Memory for the weighted activation (panels) and the rows of dx [slots, hidden] of a backward pass: for both, or
-    for either of them, which costs a launch. The first gradient of up can serve, which is then written last, in a
-    launch of its own; with ``whole`` that is avoided where both are small."""
-    activation = -(-inner // PANEL) * PANEL
-    both, either = slots * (hidden + activation), slots * max(hidden, activation)
-    lent = up_grads[0].numel() if up_grads else 0
-    small = both * x.element_size() <= MAX_OWN_SCRATCH
-    if small and (whole or lent < both):
-        return x.new_empty(both)
-    return up_grads[0] if lent >= either else x.new_empty(either)
 
 
 @functools.lru_cache(maxsize=256)
@@ -355,6 +337,11 @@ def empty_dh(like: torch.Tensor, rows: int, inner: int, spec: ExpertsSpec) -> to
     together = spec.layout in ("single", "interleaved")
     width = inner * (2 if spec.gated else 1)
     return empty_panels(like, rows, width) if together else empty_panels(like, rows, inner, 2)
+
+
+def scratch_size(rows: int, hidden: int, inner: int) -> int:
+    """What backward needs: room for the activation in panels, or for rows of dx."""
+    return rows * max(hidden, -(-inner // PANEL) * PANEL)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

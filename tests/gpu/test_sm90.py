@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from mok_compile import reference
 from mok_compile.engines import get
@@ -247,28 +246,6 @@ def test_same_bits_every_time():
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(grads, block.backward(engine, again[1:]), strict=True))
     assert torch.equal(block.forward(engine, save=False)[0], first[0])
-
-
-@pytest.mark.parametrize("tokens, cut", [(100, 2), (200, 3), (512, 2)])
-def test_backward_in_several_launches_has_the_bits_of_one(tokens, cut, monkeypatch):
-    """Where its scratch is the first gradient of up, with room for both things or one, or memory of its own for one."""
-    block = Block(tokens, 128, 64, 4, 2)
-    saved = block.forward(engine)[1:]
-
-    def backward():
-        poison()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            grads = block.backward(engine, saved)
-            torch.cuda.synchronize()
-        kernels = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        return grads, sum("Backward" in name for name in kernels)
-
-    whole, launches = backward()
-    assert launches == 1
-    monkeypatch.setattr(sm90_module, "MAX_OWN_SCRATCH", 0)
-    parts, launches = backward()
-    assert launches == cut
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_a_token_does_not_see_its_neighbours():

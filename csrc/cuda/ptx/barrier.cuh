@@ -22,10 +22,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 // One arrival, and the promise of `bytes` from the copy engine.
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -52,22 +48,6 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
 
 // Waits for the 128 threads of a warpgroup; `group` is not 0.
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory"); }
-
-// The same; whether `mine` is true in all of them.
-__device__ __forceinline__ bool group_all(int group, bool mine) {
-  uint32_t all;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "bar.red.and.pred p, %1, 128, p;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(all)
-      : "r"(group), "r"(uint32_t(mine))
-      : "memory");
-  return all != 0;
-}
 
 // True in one lane of the warp, always the same one.
 __device__ __forceinline__ bool elect_lane() {

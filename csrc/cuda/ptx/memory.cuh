@@ -10,13 +10,6 @@ namespace mok::ptx {
 // Keeps the compiler from moving loads and stores across.
 __device__ __forceinline__ void order() { asm volatile("" ::: "memory"); }
 
-// The same number, found where it stands: what is computed from it is not kept in registers for a whole kernel.
-__device__ __forceinline__ int here(int v) {
-  int result;
-  asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(v));
-  return result;
-}
-
 // a ^ b, computed where it stands: kept in registers for a whole kernel, such values take those that are short.
 __device__ __forceinline__ uint32_t xor_here(uint32_t a, uint32_t b) {
   uint32_t result;
@@ -36,13 +29,6 @@ __device__ __forceinline__ void store_release(int* p, int value) {
 
 __device__ __forceinline__ void add_release(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-
-// What was written before is seen by whoever has seen what this thread writes after it.
-__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-__device__ __forceinline__ void add_relaxed(int* p, int value) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
 // The same between GPUs.

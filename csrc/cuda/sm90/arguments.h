@@ -75,7 +75,7 @@ constexpr int kBlockRows = 128;
 
 struct Plan {
   static constexpr int kHeader = 64;  // ints before the arrays
-  static constexpr int kTickets = 8;  // ticket counters, one for each launch
+  static constexpr int kTickets = 8;  // ticket counters
 
   const int* order;    // [S] slot at each sorted position
   const int* offsets;  // [E] ends of the experts' rows
@@ -83,8 +83,7 @@ struct Plan {
   int* tickets;        // [kTickets]
   int* num_blocks;     // 1
   int* blocks;         // [max_blocks][4]: of the block's group: expert, first row, end of its rows, RowGroup::word
-  int* done;           // [max_blocks] warps that have finished a tile of what is computed first of a block
-  int* finished;       // [E] the same of an expert's blocks
+  int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] token of each sorted position
   int* rows;           // 1: sorted rows that have an expert
@@ -98,7 +97,7 @@ struct Plan {
   }
   // Size of the scratch in ints.
   static int64_t scratch(const Sizes& n) {
-    return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()) + (Places::kWeights + 1) * n.experts;
+    return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
   }
   // Sorted rows are pulled in units, and looked at in chunks.
   static constexpr int kChunk = 32, kUnits = 4;
@@ -117,7 +116,6 @@ struct Plan {
     plan.token = plan.position + n.slots();
     plan.landed = plan.token + n.slots();
     plan.places = plan.landed + chunks(n.slots());
-    plan.finished = plan.places + Places::kWeights * n.experts;
     plan.room = n.slots();
     return plan;
   }
@@ -252,22 +250,9 @@ struct RouteArguments {
 };
 const char* route(const RouteArguments& arguments, void* stream);
 
-// The products of backward, in order: each may use what those before it have written.
-//
-// - kDownGrad: dh (panels of the parts of N), a (panels of I columns, times the routing weight) and dscore [tiles][S],
-//   whose sum over tiles is <dy, expert output>.
-//
-// - kDownWeight: ddown = per expert the sum over its sorted rows of dy[token of row] outer a[row], stored as down is.
-//
-// - kUpGrad: rows [S, H] = dh @ up.
-//
-// - kUpWeight: dup = per expert the sum over its rows of dh[row] outer x[token of row], stored as up is.
-//
-// One launch takes those from `first` to before `last`, but for those whose result is null. All launches of one plan
-// see the same arguments, and `first` of none is that of another.
-enum class BackwardPhase : int { kDownGrad, kDownWeight, kUpGrad, kUpWeight, kEnd };
-
-struct BackwardArguments {
+// dh (panels of the parts of N), a (panels of I columns, times the routing weight) and dscore [tiles][S], whose sum
+// over tiles is <dy, expert output>.
+struct DownGradArguments {
   Sizes sizes;
   Dtype dtype;
   Layout layout;
@@ -275,22 +260,47 @@ struct BackwardArguments {
   Activation activation;
   Plan plan;
   const void* dy;
-  const void* x;
+  Weight down;
   const void* h;
   const void* weights;
   Dtype weights_dtype;
-  Weight up[2];
-  Weight down;
   void* dh;
   void* a;
   float* dscore;
-  void* ddown;  // null: not wanted, as those that follow
-  void* rows;
-  void* dup[2];
   const Pull* pull;  // dy, or null
 };
 int64_t score_tiles(const Sizes& sizes);
-const char* backward(const BackwardArguments& arguments, BackwardPhase first, BackwardPhase last, void* stream);
+const char* down_grad(const DownGradArguments& arguments, void* stream);
+
+// rows [S, columns] = columns [first_column, first_column + columns) of dh @ up.
+struct UpGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Layout layout;
+  bool transposed;
+  Plan plan;
+  const void* dh;
+  Weight up[2];
+  void* rows;
+  int64_t first_column, columns;
+};
+const char* up_grad(const UpGradArguments& arguments, void* stream);
+
+// out [E, dense columns, gathered columns] = per expert the sum over its sorted rows of dense[row] outer
+// gathered[token of row], or [E, gathered columns, dense columns] unless `dense_first`. The dense side lies in panels.
+struct WeightGradArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Plan plan;
+  const void* dense;
+  Parts parts;  // of dense
+  const void* gathered;
+  int64_t gathered_columns;
+  bool dense_first;
+  void* out;
+  int ticket;  // which counter of the plan
+};
+const char* weight_grad(const WeightGradArguments& arguments, void* stream);
 
 // The gradient of a bias: out [E, columns] = per expert the sum over its sorted rows, of panels or, if these are null,
 // of weight * dy[token of row], dy [T, columns].

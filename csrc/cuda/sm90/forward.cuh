@@ -62,7 +62,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
       return task.kind == kUp || ptx::load_acquire(p.plan.done + task.extra) >= 4 * p.up_tiles;
     }
     static __device__ __forceinline__ void wait(const Params& p, const Task& task, const Ring<Forward>& ring) {
-      ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, kFirstDone);
+      ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, kUpDone);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
       return task.kind == kUp ? Forward::kBytesB : Forward::kBytesStage;
@@ -94,14 +94,13 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     }
   };
 
-  // Of those that are gathered.
-  static __device__ __forceinline__ int last_row(const Task& task) {
-    return task.kind == kUp ? task.row + task.rows - 1 : -1;
-  }
-
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 1, p.hidden, thread) {}
+    // Of those that are gathered.
+    static __device__ __forceinline__ int last_row(const Task& task) {
+      return task.kind == kUp ? task.row + task.rows - 1 : -1;
+    }
     __device__ __forceinline__ void step(const Params& p, const Task& task, int step, int phase, uint32_t stage) {
       if (task.kind == kUp) this->next(phase, p.hidden - step * kTileK, stage);
     }

@@ -12,8 +12,10 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 struct DownGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
-  static constexpr bool kGathers = true;
-  static constexpr int kPatches = 6;  // h is read ahead, through three pairs of patches
+  static constexpr bool kWaits = false, kGathers = true, kPulls = true;
+  static constexpr int kStages = 4, kPatches = 6,
+                       kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
   static constexpr int kPieces = kTileN / 32;  // of a half tile: 32 columns of da and of each of gate and up
   static constexpr int kPairs = kPatches / 2;
@@ -22,6 +24,8 @@ struct DownGrad : Common<> {
     CUtensorMap down;  // boxes of 64 x 64, or 64 x 96 if transposed
     const int* places;
     Plan plan;
+    int* error;
+    int* ticket;
     const T* dy;
     const T* h;
     Numbers weights;
@@ -29,10 +33,10 @@ struct DownGrad : Common<> {
     T* a;
     float* dscore;  // [tiles][slots]
     Activation activation;
+    Pull pull;
     int hidden, inner, tiles, slots;
   };
 
-  static __device__ __forceinline__ int tasks(const Params& p) { return __ldg(p.plan.num_blocks) * p.tiles; }
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
   }
@@ -58,6 +62,7 @@ struct DownGrad : Common<> {
   struct Gather : RowGather<T> {
     __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
         : RowGather<T>(p.dy, p.plan.token + task.row, task.rows, p.hidden, thread) {}
+    static __device__ __forceinline__ int last_row(const Task& task) { return task.row + task.rows - 1; }
     __device__ __forceinline__ void step(const Params& p, const Task&, int step, int phase, uint32_t stage) {
       this->next(phase, p.hidden - step * kTileK, stage);
     }
@@ -225,11 +230,14 @@ struct DownGrad : Common<> {
   }
 };
 
-// rows = dh @ up.
+// rows = dh @ up, columns [first_column, first_column + columns).
 template <class T, bool kTransposed>
 struct UpGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
+  static constexpr bool kWaits = false, kGathers = false;
+  static constexpr int kStages = 5, kStrips = Strip<64>::kBytes;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Params {
     // Boxes of 64 x 64, or 64 x 96 if transposed; the second for the second part of dh, where gate and up are separate.
@@ -237,13 +245,14 @@ struct UpGrad : Common<> {
     CUtensorMap dh;  // panels, boxes of 128 rows
     const int* places[2];
     Plan plan;
+    int* error;
+    int* ticket;
     T* rows;
     int part, parts;  // columns of dh in each part, number of parts
     int second;       // row of up[1] at which the second part starts
-    int columns, tiles;
+    int first_column, columns, tiles;
   };
 
-  static __device__ __forceinline__ int tasks(const Params& p) { return __ldg(p.plan.num_blocks) * p.tiles; }
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, p.parts * steps_of(p.part), kTileN);
   }
@@ -260,10 +269,11 @@ struct UpGrad : Common<> {
       const bool second = step >= part_steps;
       const int k = second ? p.second + (step - part_steps) * kTileK : step * kTileK;
       const Matrix up{second ? &p.up[1] : &p.up[0], second ? task.place[1] : task.place[0]};
+      const int column = p.first_column + task.column;
       if constexpr (kTransposed) {
-        straight_boxes(up, up, k, task.column, task.column + kTileN / 2, stage + kBytesA, barrier);
+        straight_boxes(up, up, k, column, column + kTileN / 2, stage + kBytesA, barrier);
       } else {
-        transposed_boxes(up, k, task.column, stage + kBytesA, barrier);
+        transposed_boxes(up, k, column, stage + kBytesA, barrier);
       }
     }
     // Past the end of its part dh is zero.

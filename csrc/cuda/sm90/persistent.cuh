@@ -22,14 +22,10 @@
 //
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
 //
-// - kPulls: whether rows to gather may come from other ranks; then also Params::pull, Params::plan and last_row(task).
+// - kPulls: whether rows to gather may come from other ranks; then also Params::pull and Gather::last_row(task).
 //
 // - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(p, task, step, phase, stage)
 //   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
-//
-// - kPhases: whether its tasks are of several phases, each an operation as far as its own tiles go, with parameters of
-//   its own: from kTransposeA on, but for what Boxes, locate() and drain() do. Then also visit(p, kind, f), which calls
-//   f(Phase<that operation>, its parameters).
 //
 // - prepare(p, task, warp): what a consumer warp does before it multiplies; finish(p, task, acc, warp): what it does
 //   with its rows of the tile then (zeros, if the task has no steps); drain(): what a thread does at the end. See
@@ -75,7 +71,7 @@ enum Site : int {
   kFreeForRows,
   kStageFull,
   kTurn,
-  kFirstDone,
+  kUpDone,
   kNoRoom,
   kNotLanded
 };
@@ -84,7 +80,7 @@ enum Site : int {
 // and its halves of 96 columns take two chunks each, of which the second is used by half.
 template <bool kSplitB = false>
 struct Common {
-  static constexpr bool kWaits = false, kPulls = false, kGathers = false, kPhases = false;
+  static constexpr bool kPulls = false;
   static constexpr bool kSplit = kSplitB;
   static constexpr uint32_t kBytesB = kSplit ? 4 * kChunk : kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 
@@ -94,21 +90,6 @@ struct Common {
   static __device__ __forceinline__ void prepare(const A&...) {}
   static __device__ __forceinline__ void drain() {}
 };
-
-template <class Op>
-struct Phase {
-  using Operation = Op;
-};
-
-// Calls f for the phase of a task.
-template <class Op, class Visitor>
-__device__ __forceinline__ void visit(const typename Op::Params& p, int kind, const Visitor& f) {
-  if constexpr (Op::kPhases) {
-    Op::visit(p, kind, f);
-  } else {
-    f(Phase<Op>{}, p);
-  }
-}
 
 template <int kValue>
 struct Index {
@@ -123,17 +104,17 @@ struct Task {
   int steps;       // along K
   int first_step;  // in the CTA's ring
   int extra;       // chosen by the operation
-  int depth;       // chosen by the operation
   int place[2];    // of the expert in the operation's weights, see Weight; known to warp 0 only
 
-  static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0, 0, {0, 0}}; }
+  static __device__ __forceinline__ Task none() { return {-1, 0, 0, 0, 0, 0, 0, 0, {0, 0}}; }
 
   // The same task, known to the compiler to be the same in all lanes: it then keeps it in uniform registers, from which
   // the copy engine takes its operands.
   __device__ __forceinline__ Task uniform() const {
     const auto same = [](int v) { return __shfl_sync(~0u, v, 0); };
-    return {same(kind),  same(expert),     same(row),   same(rows),  same(column),
-            same(steps), same(first_step), same(extra), same(depth), {same(place[0]), same(place[1])}};
+    return {same(kind),       same(expert), same(row),
+            same(rows),       same(column), same(steps),
+            same(first_step), same(extra),  {same(place[0]), same(place[1])}};
   }
 };
 
@@ -143,7 +124,7 @@ struct Ring {
   static constexpr int kStages = Op::kStages;
   static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtStrips = kStages * kBytesStage;
   static constexpr uint32_t kAtTasks = kAtStrips + 8 * Op::kStrips;
-  static constexpr uint32_t kBytesTask = 48, kAtBarriers = kAtTasks + kTaskSlots * kBytesTask;
+  static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
   static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
 
@@ -156,7 +137,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t task_full(int s) const { return full(2 * kStages + s); }
   __device__ __forceinline__ uint32_t task_empty(int s) const { return full(2 * kStages + kTaskSlots + s); }
   __device__ __forceinline__ uint32_t turn(int group) const { return full(2 * kStages + 2 * kTaskSlots + group); }
-  __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * kBytesTask; }
+  __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * 32; }
   __device__ __forceinline__ uint32_t strips(int consumer_warp) const {
     return base + kAtStrips + consumer_warp * Op::kStrips;
   }
@@ -195,12 +176,11 @@ struct Ring {
   // Called by whole warps, once per task.
   __device__ __forceinline__ Task read_task(int i) const {
     const int slot = i % kTaskSlots;
-    if (!__all_sync(~0u, wait(task_full(slot), i / kTaskSlots & 1, kTaskTold))) return Task::none();
-    const uint4 a = ptx::load_shared(task(slot)), b = ptx::load_shared(task(slot) + 16),
-                c = ptx::load_shared(task(slot) + 32);
+    if (!wait(task_full(slot), i / kTaskSlots & 1, kTaskTold)) return Task::none();
+    const uint4 a = ptx::load_shared(task(slot)), b = ptx::load_shared(task(slot) + 16);
     ptx::barrier_arrive(task_empty(slot));
     __syncwarp();
-    return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w), int(c.x), {0, 0}};
+    return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w), {0, 0}};
   }
   // Called by warp 0.
   __device__ __forceinline__ void write_task(int i, const Task& t) const {
@@ -209,7 +189,6 @@ struct Ring {
     if (threadIdx.x != 0) return;
     ptx::store_shared(task(slot), make_uint4(t.kind, t.expert, t.row, t.rows));
     ptx::store_shared(task(slot) + 16, make_uint4(t.column, t.steps, t.first_step, t.extra));
-    ptx::store_shared(task(slot) + 32, make_uint4(t.depth, 0, 0, 0));
     ptx::barrier_arrive(task_full(slot));
   }
 };
@@ -287,7 +266,7 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
   int landed = 0;
   const auto tell = [&](int i, const Task& t, bool wait) {
     if constexpr (Op::kPulls) {
-      if (p.pull.ctas > 0 && !has_landed(p.plan, Op::last_row(t), landed, wait, ring)) return false;
+      if (p.pull.ctas > 0 && !has_landed(p.plan, Op::Gather::last_row(t), landed, wait, ring)) return false;
     }
     ring.write_task(i, t);
     return true;
@@ -339,34 +318,22 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
 // Warps 1 to 3.
 template <class Op>
 __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<Op>& ring) {
+  const int thread = threadIdx.x - 32;
   Cursor<Op::kStages> at;
   for (int i = 0;; ++i) {
     const Task task = ring.read_task(i);
     if (task.kind < 0) return;
-    const int thread = ptx::here(threadIdx.x - 32);
-    visit<Op>(p, task.kind, [&](auto phase_of, const auto& of) {
-      using Of = typename decltype(phase_of)::Operation;
-      if constexpr (Of::kGathers) {
-        typename Of::Gather rows(of, task, thread);
-        constexpr int kUnroll = Of::Gather::kUnroll;
-        for (int k = 0; k < task.steps; k += kUnroll) {
+    typename Op::Gather rows(p, task, thread);
+    for (int k = 0; k < task.steps; k += Op::Gather::kUnroll) {
 #pragma unroll
-          for (int phase = 0; phase < kUnroll; ++phase) {
-            if (phase > 0 && k + phase >= task.steps) break;
-            ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
-            rows.step(of, task, k + phase, phase, ring.stage(at.stage));
-            ptx::barrier_arrive_copies(ring.full(at.stage));
-            at.advance();
-          }
-        }
-      } else {  // nothing to do, but stages wait for these warps: one lane arrives for all
-        for (int k = 0; k < task.steps; ++k, at.advance()) {
-          if (thread % 32 != 0) continue;
-          ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
-          ptx::barrier_arrive(ring.full(at.stage), 32);
-        }
+      for (int phase = 0; phase < Op::Gather::kUnroll; ++phase) {
+        if (phase > 0 && k + phase >= task.steps) break;
+        ring.wait(ring.empty(at.stage), at.parity, kFreeForRows);
+        rows.step(p, task, k + phase, phase, ring.stage(at.stage));
+        ptx::barrier_arrive_copies(ring.full(at.stage));
+        at.advance();
       }
-    });
+    }
   }
 }
 
@@ -394,21 +361,21 @@ __device__ __forceinline__ void produce(const typename Op::Params& p, const Ring
   }
 }
 
-// All steps of one tile of `Of`, an operation or its phase, if there are any. Passes the turn on as early as it can.
-template <class Of, class Op, int kHalves>
-__device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task,
+// All steps of one tile, if there are any. Passes the turn on as early as it can.
+template <class Op, int kHalves>
+__device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task, int lane,
                                          uint32_t next_turn) {
-  using Mma = ptx::Mma<typename Of::Element>;
+  using Mma = ptx::Mma<typename Op::Element>;
   if (task.steps == 0) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
       for (int i = 0; i < kAccumulators; ++i) acc[half][i] = 0.0f;
-    if (Warp::lane() == 0) ptx::barrier_arrive(next_turn);
+    if (lane == 0) ptx::barrier_arrive(next_turn);
     return;
   }
-  constexpr uint32_t kStepA = ptx::mma_offset(Of::kTransposeA ? 2048 : 32);  // 16 along K
-  constexpr uint32_t kStepB = ptx::mma_offset(Of::kTransposeB ? 2048 : 32);
+  constexpr uint32_t kStepA = ptx::mma_offset(Op::kTransposeA ? 2048 : 32);  // 16 along K
+  constexpr uint32_t kStepB = ptx::mma_offset(Op::kTransposeB ? 2048 : 32);
   // Known to the compiler to be the same in all lanes: the operands' places are then found in uniform registers.
   const uint32_t base = __shfl_sync(~0u, ring.base, 0);
   const int first_step = __shfl_sync(~0u, task.first_step, 0);
@@ -417,7 +384,7 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
   uint32_t parity = first_step / Op::kStages & 1;
   const auto step = [&](auto first) {
     ring.wait(ring.full(stage), parity, kStageFull);
-    if constexpr (Of::kGathers) ptx::fence_shared_for_async();
+    if constexpr (Op::kGathers) ptx::fence_shared_for_async();
     ptx::mma_fence();
     const uint32_t offset = ptx::mma_offset(stage * Op::kBytesStage);
 #pragma unroll
@@ -425,15 +392,15 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const uint32_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
-        constexpr int kParts = Of::kSplit ? 2 : 1, kPart = kAccumulators / kParts;
+        constexpr int kParts = Op::kSplit ? 2 : 1, kPart = kAccumulators / kParts;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           auto& d = reinterpret_cast<float (&)[kPart]>(acc[half][part * kPart]);
           const uint32_t b_part = b + part * ptx::mma_offset(2 * kChunk);
           if (first.value && q == 0) {
-            Mma::template start<Of::kTransposeA, Of::kTransposeB>(d, a, b_part);
+            Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
           } else {
-            Mma::template add<Of::kTransposeA, Of::kTransposeB>(d, a, b_part);
+            Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
           }
         }
       }
@@ -447,42 +414,33 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
     const int done = last;
     step(Index<0>{});
     ptx::mma_wait<1>();
-    if (Warp::lane() == 0) ptx::barrier_arrive(ring.empty(done));
+    if (lane == 0) ptx::barrier_arrive(ring.empty(done));
   }
-  if (Warp::lane() == 0) ptx::barrier_arrive(next_turn);
+  if (lane == 0) ptx::barrier_arrive(next_turn);
   ptx::mma_wait<0>();
-  if (Warp::lane() == 0) ptx::barrier_arrive(ring.empty(last));
+  if (lane == 0) ptx::barrier_arrive(ring.empty(last));
 }
 
 template <class Op>
-__device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring) {
-  const auto warp = [&] { return Warp{ring.strips(ptx::here(threadIdx.x / 32 - 4))}; };
+__device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring, int group) {
+  const Warp warp{ring.strips(group * 4 + Warp::index())};
   // A one-bit phase cannot tell a use of a stage from the one before the last, so the groups' main loops take turns.
-  for (int i = threadIdx.x / 128 - 1;; i += 2) {
-    const int group = i % 2;
+  for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);
-    const bool told = task.kind >= 0;
-    visit<Op>(p, task.kind, [&](auto phase, const auto& of) {
-      if (told && task.steps > 0) decltype(phase)::Operation::prepare(of, task, warp());
-    });
-    // Where a wait has failed, warps may have been told different things: they go on together, or none does, since
-    // epilogues make them wait for each other.
-    if (!ptx::group_all(group + 1, told)) break;
+    if (task.kind < 0) break;
+    if (task.steps > 0) Op::prepare(p, task, warp);
     ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, kTurn);
     __syncwarp();
     const uint32_t next_turn = ring.turn(group ^ 1);
-    visit<Op>(p, task.kind, [&](auto phase, const auto& of) {
-      using Of = typename decltype(phase)::Operation;
-      if (task.rows > kTileM / 2) {
-        Accumulators<2> acc;
-        multiply<Of>(acc, ring, task, next_turn);
-        Of::finish(of, task, acc, warp());
-      } else {  // a low tile costs half the multiplies
-        Accumulators<1> acc;
-        multiply<Of>(acc, ring, task, next_turn);
-        Of::finish(of, task, acc, warp());
-      }
-    });
+    if (task.rows > kTileM / 2) {
+      Accumulators<2> acc;
+      multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
+      Op::finish(p, task, acc, warp);
+    } else {  // a low tile costs half the multiplies
+      Accumulators<1> acc;
+      multiply<Op, 1>(acc, ring, task, warp.lane(), next_turn);
+      Op::finish(p, task, acc, warp);
+    }
   }
   Op::drain();
 }
@@ -508,12 +466,13 @@ __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant_
       pull_rows(p.pull, p.plan, blockIdx.x * (kThreads / 32) + threadIdx.x / 32, p.pull.ctas * (kThreads / 32));
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
+  const int group = threadIdx.x / 128;
+  if (group == 0) {
     ptx::shrink_registers<Op::kProducerRegisters>();
     produce<Op>(p, ring);
   } else {
     ptx::grow_registers<Op::kConsumerRegisters>();
-    consume<Op>(p, ring);
+    consume<Op>(p, ring, group - 1);
   }
 }
 

@@ -126,7 +126,6 @@ __device__ __forceinline__ Task block_task(const Plan& plan, int num_blocks, int
           steps,
           0,
           group.first + block,
-          0,
           {0, 0}};
 }
 

@@ -71,7 +71,6 @@ __device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int
   }
   if (blockIdx.x == 0) {
     if (e < Plan::kTickets) plan.tickets[e] = 0;
-    if (e < experts) plan.finished[e] = 0;
     if (e == 0) *plan.num_blocks = blocks;
     if (e == 1) *plan.error = full ? kNoRoom : 0;
     if (e == 2) *plan.rows = ends[experts - 1];

@@ -73,8 +73,6 @@ template <class T, bool kBias, int kHalves>
 __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
                                            int stride, int columns, const T* bias) {
   const Strip<64> strip{warp.strips};
-  Rounded<kHalves> rounded;
-  if (!kBias) round_tile<T, kHalves>(acc, rounded);
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int first = half * 64 + warp.index() * 16;
@@ -85,16 +83,16 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
       __syncwarp();
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
-        uint32_t* const out = &rounded[half][(piece * 4 + quarter) * 4];
+        uint32_t out[4];
 #pragma unroll
-        for (int b = 0; kBias && b < 2; ++b) {
+        for (int b = 0; b < 2; ++b) {
           const int block = (piece * 4 + quarter) * 2 + b;
           float2 add = make_float2(0.0f, 0.0f);
-          if (bias) add = bias_pair(bias, task.column + block * 8 + warp.lane() % 4 * 2, columns);
+          if (kBias && bias) add = bias_pair(bias, task.column + block * 8 + warp.lane() % 4 * 2, columns);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float* const v = &acc[half][block * 4 + r * 2];
-            out[2 * b + r] = Pair<T>::pack(v[0] + add.x, v[1] + add.y);
+            out[2 * b + r] = kBias ? Pair<T>::pack(v[0] + add.x, v[1] + add.y) : Pair<T>::pack(v[0], v[1]);
           }
         }
         strip.put(quarter, out);
@@ -109,12 +107,6 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
 struct Outbox {
   static constexpr uint32_t kBox = 64 * 128, kBytes = kTileN / 64 * kBox;
 };
-
-// Called by a group before it writes to its strips, if it may have left a tile in them to the copy engine before.
-__device__ __forceinline__ void empty_outbox() {
-  if (threadIdx.x % 128 == 0) ptx::sends_wait_read();
-  ptx::group_sync(threadIdx.x / 128);
-}
 
 // A tile's columns as panels: its first one, how many there are, and how many make a part.
 struct TilePanels {
@@ -134,7 +126,8 @@ __device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, cons
                                            : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    empty_outbox();
+    if (leader) ptx::sends_wait_read();
+    ptx::group_sync(group);
 #pragma unroll
     for (int i = 0; i < kTileN / 16; ++i) {
       const uint32_t box = i / 4 * Outbox::kBox;

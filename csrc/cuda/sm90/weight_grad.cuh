@@ -23,25 +23,30 @@ template <class T, bool kFlipped>
 struct WeightGrad : Common<> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
-  static constexpr bool kGathers = true;
+  static constexpr bool kWaits = false, kGathers = true;
+  static constexpr int kStages = 4, kStrips = Outbox::kBytes / 4;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
   struct Params {
     CUtensorMap dense;  // panels, boxes of 64 rows
     CUtensorMap sent;   // out, see send_tile
     Plan plan;
+    int* error;
+    int* ticket;
     const T* gathered;  // [tokens, gathered_columns]
     int experts, gathered_columns, gathered_tiles, dense_tiles;
     int panels, part;  // of the dense side: all of them, and those of a part
   };
 
-  static __device__ __forceinline__ int tasks(const Params& p) { return p.experts * p.gathered_tiles * p.dense_tiles; }
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
     const int tiles = p.gathered_tiles * p.dense_tiles, expert = ticket / tiles;
+    if (expert >= p.experts) return Task::none();
     const int2 at = raster(ticket - expert * tiles, p.gathered_tiles, p.dense_tiles);
     const int start = expert ? p.plan.offsets[expert - 1] : 0, rows = p.plan.offsets[expert] - start;
     const int row = at.x * kTileM, height = min(kTileM, p.gathered_columns - row);
-    return {0, expert, row, height, at.y * kTileN, steps_of(rows), 0, start, rows, {0, 0}};
+    // The kind is the expert's rows.
+    return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start, {0, 0}};
   }
 
   struct Boxes {
@@ -55,7 +60,7 @@ struct WeightGrad : Common<> {
     static __device__ __forceinline__ void weights(const Params&, const Task&, int, uint32_t, uint32_t) {}
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      const int done = step * kTileK, left = min(task.depth - done, kTileK);
+      const int done = step * kTileK, left = min(task.kind - done, kTileK);
 #pragma unroll
       for (int g = 0; g < kDenseGroups; ++g)
         if (g < groups(p, task))
@@ -89,11 +94,11 @@ struct WeightGrad : Common<> {
       data = reinterpret_cast<uint64_t>(p.gathered + column);
       stride = p.gathered_columns * 2;
       inside = (p.gathered_columns - column + 63) / 64;
-      left = task.depth - first;
+      left = task.kind - first;
       last = first + (kRows - 1) * kStride < kTileK;
       from = p.plan.token + task.extra;
       row = first + thread % 8 * kStride;
-      end = max(task.depth - 1, 0);
+      end = max(task.kind - 1, 0);
       look_up(0);
       look_up(kBatch);
       find(0);
@@ -139,6 +144,7 @@ struct WeightGrad : Common<> {
     send_tile<T, kFlipped, kHalves>(acc, warp, &p.sent, task.row, task.rows, {task.column / kPanel, p.panels, p.part},
                                     task.expert);
   }
+  static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
 };
 
 }  // namespace mok::sm90
