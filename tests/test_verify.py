@@ -114,10 +114,10 @@ def spec(old, new):
 
 X, IDS, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS = range(7)
 FORWARD = {
-    "layout": spec('"concat"', '"interleaved"'),
+    "layout": spec("concat", "interleaved"),
     "activation": spec("silu", "gelu"),
     "half": spec("silu(gate) * up", "silu(up) * gate"),
-    "out_dtype": spec('"out_dtype": "float32"', '"out_dtype": "float64"'),
+    "out_dtype": spec("'out_dtype': 'float32'", "'out_dtype': 'float64'"),
     "other tokens": on(X, call(torch.roll, 1, 0)),
     "other ids": on(IDS, call(torch.flip, [0])),
     "ids of other slots": on(IDS, call(torch.flip, [1])),
