@@ -37,7 +37,7 @@ from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.outputs import outputs_of
 from mok_compile.passes.rules import Break, Facts, pinned, register_foreign, same
 from mok_compile.passes.unclaimed import unclaimed
-from mok_compile.passes.view import Cell, Value, View
+from mok_compile.passes.view import Cell, Value, View, target_of
 from mok_compile.spec import ExpertsSpec, dtype_name
 
 aten = torch.ops.aten
@@ -207,8 +207,8 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
             continue
         chain = [node]
         # Rows added onto something are the result as they are: what they were added onto is overwritten by then.
-        while combined.base is None and len(node.users) == 1:
-            user = next(iter(node.users))
+        while combined.base is None and len(users := _readers(node, view)) == 1:
+            user = users.pop()
             if user.op == "output" or _made(user, view, facts) != combined or user in view.without_grad:
                 break  # the op runs where the last node did, and needs its gradient
             if _fits(view.value(node), combined) and _reshaped(view.value(node), view.value(user)):
@@ -219,9 +219,17 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
         pending = [node]
         while pending:
             seen.add(pending[-1])
-            pending += [u for u in pending.pop().users if u not in seen and _made(u, view, facts) == combined]
+            readers = _readers(pending.pop(), view)
+            pending += [u for u in readers if u not in seen and _made(u, view, facts) == combined]
         fitting = [n for n in chain if _fits(view.value(n), combined)]
         yield fitting[-1] if fitting else node
+
+
+def _readers(node: fx.Node, view: View) -> set[fx.Node]:
+    """Who reads what `node` has made, under whatever name: after ``y[i] = rows`` that is still the name of `y`."""
+    cell = view.cells.get(target_of(node))
+    names = [n for n, other in view.cells.items() if other is cell] if isinstance(cell, Cell) else [node]
+    return {user for name in names for user in name.users if view.positions[user] > view.positions[node]}
 
 
 def _reshaped(before: Value, after: Value) -> bool:

@@ -273,6 +273,53 @@ def test_tokens_in_two_dimensions(block):
     check_fused(block(), tokens(2, 5), tolerance=1e-9)
 
 
+class InPlace(Loop):
+    """Statements that add onto the flat rows of zeros, which then get the shape of the tokens back."""
+
+    def forward(self, x):
+        flat = x.view(-1, HIDDEN)
+        weights, ids = torch.topk(self.gate(flat).softmax(-1), self.k, -1)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            self.add(out, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+    def add(self, out, token, rows):
+        out.index_add_(0, token, rows)
+
+
+class InPlaceAssigned(InPlace):
+    def add(self, out, token, rows):
+        out[token] += rows
+
+
+class ReadTwice(InPlaceAssigned):
+    def forward(self, x):
+        out = super().forward(x)
+        return out + out.flip(0)
+
+
+class CopiedBesideAlias(InPlace):
+    """The flat rows have a second name, which is read too."""
+
+    def forward(self, x):
+        flat = x.view(-1, HIDDEN)
+        weights, ids = torch.topk(self.gate(flat).softmax(-1), self.k, -1)
+        out = torch.zeros_like(flat)
+        alias = out.view(x.shape)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            self.add(out, token, expert(flat[token]) * weights[token, slot, None])
+        return out.clone().view(x.shape) + alias
+
+
+@pytest.mark.parametrize("block", [InPlace, InPlaceAssigned, ReadTwice, CopiedBesideAlias])
+def test_rows_added_in_place_are_one_block(block):
+    fused = check_fused(block(), tokens(2, 5), tolerance=1e-9)
+    assert sum(target.startswith("mok.") for target in fused.targets()) == 1
+
+
 def test_weights_go_into_the_op_as_they_are():
     """A list of modules as a list, a stacked tensor as one."""
     for block, count in ((WhereIndexAdd, EXPERTS), (StackedWeights, 1)):
