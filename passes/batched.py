@@ -24,6 +24,7 @@ from mok_compile.passes.facts import (
     NONE,
     SLOT,
     TOKEN,
+    BiasRows,
     Column,
     Combined,
     Fact,
@@ -40,6 +41,7 @@ from mok_compile.passes.rules import (
     RULES,
     Break,
     Facts,
+    _biased,
     _combined,
     _dim,
     _half,
@@ -217,7 +219,7 @@ def _flat(roles: Roles | None) -> Roles | None:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The weight of all experts, [E, a, b], or gathered for each slot by `ids`."""
+    """The weight of all experts, [E, a, b], or their bias [E, N]; gathered for each slot by `ids`."""
 
     stored: Value
     ids: Value | None
@@ -453,6 +455,46 @@ for _op in (
     *(aten.hardtanh.default, aten._to_copy.default),
 ):
     _elementwise(_op, RULES[_op])
+
+
+@rule(aten.add.Tensor)
+def _add_bias(facts, value, a, b, alpha=1):
+    """A bias [E, N], as it is or gathered for each slot (``bias[ids]``)."""
+    for rows, other in ((a, b), (b, a)):
+        fact = facts.of(rows)
+        if not isinstance(fact, Laid) or not isinstance(fact.rows, Pointwise) or not isinstance(other, Value):
+            continue
+        bias = _bias(other, facts)
+        if bias is None or alpha != 1 or not all(map(same, value.meta.shape, rows.meta.shape)):
+            continue
+        roles = ((),) * (len(fact.roles) - len(bias.roles)) + bias.roles
+        gathered = bias.what.ids is not None
+        wanted = fact.roles if gathered else tuple(d if d in ((EXPERT,), (FEATURE,)) else () for d in fact.roles)
+        if roles != wanted or (FEATURE,) not in roles or gathered != (fact.rows.order == SLOT):
+            continue
+        if not gathered and ((EXPERT,) not in roles or not same(bias.experts, fact.experts)):
+            continue
+        if fact.rows.fenced:
+            raise Break("no-match", "a bias is added to rows that a mask has set to zero")
+        ids = _root(bias.what.ids) if gathered else fact.rows.ids
+        return replace(fact, rows=_biased(fact.rows, BiasRows(bias.what.stored, ids, fact.rows.order)))
+    return None
+
+
+def _bias(value: Value, facts: Facts) -> Operand | None:
+    shape = unfold(value)
+    stored, ids = shape.base, None
+    if stored.op is aten.index.Tensor and len(stored.args[1]) == 1 and not stored.detached:
+        stored, ids = stored.args[0], stored.args[1][0]
+    lead = 1 if ids is None else len(ids.meta.shape)
+    names = {0: EXPERT} if ids is None else dict.fromkeys(range(lead - 1), TOKEN) | {lead - 1: CHOICE}
+    plain = len(stored.meta.shape) == 2 and stored.meta.dtype.is_floating_point and len(shape.dtypes) == 1
+    if not plain or any(facts.of(v) is not None for v in (shape.base, stored, ids)):
+        return None
+    if ids is not None and (lead < 2 or not _integer(ids)):
+        return None
+    roles = _named(shape.dims, names | {lead: FEATURE})
+    return None if roles is None else Operand(Matrices(stored, ids), roles, stored.meta.shape[0])
 
 
 @rule(aten.split.Tensor)

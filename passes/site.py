@@ -515,7 +515,8 @@ def _one_block(a: fx.Node, b: fx.Node, view: View, facts: Facts) -> bool:
 def _routing(anchor: fx.Node, view: View, facts: Facts) -> set[Value]:
     """The ids that an anchor's rows or weights were picked by."""
     of = (facts.about(v) for made in view.made[anchor] for v in (made, *made.inputs))
-    return {ids for fact in of if (ids := getattr(fact, "ids", None)) is not None}
+    bare = (fact.rows if isinstance(fact, (Laid, Grid, Slim)) else fact for fact in of)
+    return {ids for fact in bare if (ids := getattr(fact, "ids", None)) is not None}
 
 
 def _inside(node: fx.Node, group: list[fx.Node]) -> bool:

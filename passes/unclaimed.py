@@ -41,7 +41,10 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[tuple[fx.Node,
         near = [n for n in nodes[start:end] if n in products and n not in before]
         found = [node for node in near if any(weights.stack.get(w) == experts for w in products[node])]
         found += _lists(near, products, experts)
-        if not found or any(node in claimed or ops.is_block(node.target) for node in near):
+        # What a site has to do with: ``w[ids]`` of a product that it begins with is its own too.
+        own = [node for node in nodes[start:end] if node in claimed or ops.is_block(node.target)]
+        own += [n for node in own for n in _related(node, lambda n: n.all_input_nodes)]
+        if not found or not set(own).isdisjoint(near):
             continue
         after = _related(choice, lambda node: node.users)
         if any(_meet(after | {choice}, _related(node, lambda n: n.users) | {node}) for node in found[:1]):
