@@ -308,7 +308,15 @@ def _floor_divide(facts, value, a, k, rounding_mode="floor"):
 @rule(aten.histc.default)
 def _histc(facts, value, a, bins=100, min=0, max=0):
     ids = _experts_counted(facts, a)
-    return Counts(ids, bins) if ids is not None and min == 0 and max == bins - 1 else None
+    # In bins of width one, the last of which would count the number of no expert as well.
+    whole = max == bins - 1 or (max == bins and ids is not None and _is_choice(ids, bins))
+    return Counts(ids, bins) if ids is not None and min == 0 and whole else None
+
+
+def _is_choice(ids: Value, among: int) -> bool:
+    """Whether `ids` are indices of so many numbers."""
+    source = ids.args[0] if ids.op is aten.topk.default and ids.index == 1 else None
+    return source is not None and same(source.meta.shape[_dim(source, (*ids.args, -1)[2])], among)
 
 
 @rule(aten.bincount.default)

@@ -147,7 +147,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     facts.experts = experts_on_every_token(view.values, facts)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
-        return Analysis(view, [], _cut_off(graph) or _unclaimed(graph, []), facts)
+        return Analysis(view, [], _unclaimed(graph, []) or _cut_off(graph), facts)
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:

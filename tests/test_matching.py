@@ -42,6 +42,14 @@ def test_kinds_of_experts(block, spec):
     assert fused.targets().count("mok.moe.default") == 1
 
 
+class BinsOfWidthOne(Moe):
+    """Those of torchtitan: numbers that top-k chose among E never reach the last bin's end."""
+
+    def offsets(self, sorted_ids):
+        counts = torch.histc(sorted_ids.float(), bins=self.num_experts, min=0, max=self.num_experts)
+        return torch.cumsum(counts, 0, dtype=torch.int32)
+
+
 class Argsort(Moe):
     def sort(self, ids):
         flat = ids.flatten()
@@ -245,7 +253,7 @@ class NoOps(Moe):
 @pytest.mark.parametrize(
     "block",
     [
-        *(Argsort, StableSort, IdsInt32, FloorMethod, IndexSelect, Gather, TokenTable, RowsThenSort),
+        *(BinsOfWidthOne, Argsort, StableSort, IdsInt32, FloorMethod, IndexSelect, Gather, TokenTable, RowsThenSort),
         *(CastOffsets, UnsortedCounts, Searchsorted, SearchsortedSide),
         *(Slices, Split, SplitSizes, SliceFromTheEnd, Narrow, InplaceAct),
         *(ArgsortInverse, ScatterInverse, IndexPutInverse, SelectInverse),

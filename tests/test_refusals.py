@@ -171,11 +171,24 @@ class ExclusiveOffsets(Moe):
 
 
 class BinsOffByOne(Moe):
-    """E bins over one expert more: the last two experts share a bin."""
+    """E bins over one expert more, and one expert more to choose from: the last two share a bin."""
+
+    def route(self, x):
+        more = torch.cat([self.gate, self.gate[:1] * 0.5])
+        weights, ids = torch.topk(torch.softmax(x @ more.t(), -1), self.k, -1)
+        return ids, weights
 
     def offsets(self, sorted_ids):
         counts = torch.histc(sorted_ids.float(), bins=self.num_experts, min=0, max=self.num_experts)
         return torch.cumsum(counts, 0, dtype=torch.int32)
+
+
+class BinsOfGivenIds(BinsOffByOne):
+    """Of ids that need not be the experts' own."""
+
+    def route(self, x):
+        ids, weights = Moe.route(self, x)
+        return ids + 0, weights
 
 
 class CountsFromOne(Moe):
@@ -292,6 +305,7 @@ class WeightsBeforeActivation(Moe):
         (ShiftedOffsets, "no-match", "offsets"),
         (ExclusiveOffsets, "no-match", "offsets"),
         (BinsOffByOne, "no-match", "offsets"),
+        (BinsOfGivenIds, "no-match", "offsets"),
         (CountsFromOne, "no-match", "offsets"),
         (CountsOfBooleans, "no-match", "offsets"),
         (SearchsortedLeft, "no-match", "offsets"),

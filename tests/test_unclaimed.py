@@ -31,6 +31,27 @@ class Capacity(Routed):
         return y
 
 
+class Router(nn.Module):
+    """Keeps the ids, which leave the graph that way."""
+
+    def __init__(self):
+        super().__init__()
+        self.choose = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        weights, self.ids = torch.topk(F.softmax(self.choose(x), -1), K, -1)
+        return weights, self.ids
+
+
+class KeptIds(Capacity):
+    def __init__(self):
+        super().__init__()
+        self.choose = Router()
+
+    def route(self, x):
+        return self.choose(x)
+
+
 class Stacked(Routed):
     """All experts first, then those that were chosen."""
 
@@ -70,7 +91,7 @@ def report(model, x):
     return fused.report
 
 
-@pytest.mark.parametrize("model", [Capacity, Stacked, Vmapped, Differentiated])
+@pytest.mark.parametrize("model", [Capacity, KeptIds, Stacked, Vmapped, Differentiated])
 def test_named(model):
     (site,) = report(model(), torch.randn(9, H)).sites
     assert (site.status, site.reason) == ("missed", "no-match")

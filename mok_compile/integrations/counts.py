@@ -30,8 +30,9 @@ class _State:
 def may_count(function: Any) -> bool:
     """Whether `function` is a router of this kind, judged by its code object."""
     plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-    names = set(function.__code__.co_names) if plain else set()
-    return {"tolist", "topk"} <= names or not (_COUNTED.isdisjoint(names) or _SORTED.isdisjoint(names))
+    names = {*function.__code__.co_names, *function.__code__.co_varnames} if plain else set()
+    numbered = "tolist" in names and any(name == "topk" or "expert" in name for name in names)
+    return numbered or not (_COUNTED.isdisjoint(names) or _SORTED.isdisjoint(names))
 
 
 def install(cls: type, name: str, function: types.FunctionType) -> None:
