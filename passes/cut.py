@@ -12,6 +12,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import copy
 import dis
 import inspect
@@ -25,8 +26,8 @@ from dataclasses import dataclass
 # Calls of statements before a loop that prepare it: which experts are hit, which tokens are theirs. This only bounds
 # what is cut out with the loop; what it means is proven.
 _PREPARES = {
-    "argwhere", "bool", "greater", "gt", "int", "len", "long", "ne", "nonzero", "one_hot", "permute", "reshape", "sum",
-    "t", "tolist", "transpose", "unique", "unsqueeze", "view",
+    "arange", "argwhere", "bincount", "bool", "flatten", "greater", "gt", "int", "len", "long", "ne", "nonzero",
+    "one_hot", "permute", "reshape", "sum", "t", "tolist", "transpose", "unique", "unsqueeze", "view",
 }  # fmt: skip
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 _ADDS = ("index_add_", "index_add")
@@ -35,7 +36,7 @@ _PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
-SHADOWED = ("enumerate", "int")
+SHADOWED = ("enumerate", "int", "zip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     """
     tree = _source(function)
     found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
-    if len(found) != 1 or not tree.args.args:
+    if len(found) != 1 or not tree.args.args or not _has_builtins(function):
         return None
     body, at = found[0]
     loop, owner = body[at], tree.args.args[0].arg
@@ -99,6 +100,13 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = run(result)
     return result
+
+
+def _has_builtins(function: types.FunctionType) -> bool:
+    """Whether the names that the probe gets its own versions of mean Python's in `function`."""
+    own = {*function.__code__.co_varnames, *function.__code__.co_freevars}
+    meant = {name: function.__globals__.get(name, getattr(builtins, name)) for name in SHADOWED}
+    return own.isdisjoint(SHADOWED) and all(value is getattr(builtins, name) for name, value in meant.items())
 
 
 def _source(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -248,20 +256,22 @@ def _adds_rows(node: ast.AST) -> bool:
     return rows and isinstance(node.target.value, ast.Name)
 
 
-def _assigned(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
-    """Variables that have a value for certain when `loop` is reached."""
+def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
+    """Variables that have a value for certain when `loop` is reached, or the end of `body`."""
     found: set[str] = set()
     for statement in body:
         if statement is loop:
             return found
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse")]
         on_the_way = next((branch for branch in branches if loop in _statements(branch)), None)
-        simple = (
-            [statement] if not any(branches) else _statements([statement]) if isinstance(statement, ast.With) else []
-        )
-        found |= _Names(simple).stored
+        if isinstance(statement, ast.With) or not any(branches):
+            found |= _Names([statement]).stored
         if on_the_way is not None:
             return found | _assigned(on_the_way, loop)
+        if isinstance(statement, ast.With):
+            found |= _assigned(statement.body)
+        elif isinstance(statement, ast.If):
+            found |= set.intersection(*map(_assigned, branches))
     return found
 
 

@@ -40,8 +40,10 @@ from mok_compile.passes.standins import (
     Numbers,
     Owner,
     Split,
+    Zipped,
     number_of,
     numbered,
+    zipped,
 )
 from mok_compile.passes.turn import Dropped, Occupied, Passed, Symbolic, TurnFacts, not_from_0
 from mok_compile.passes.view import Cell, Value, View
@@ -191,7 +193,7 @@ class Turn:
         self._total = values[self.cut.live.index(self.cut.total)]
         if not isinstance(self._total, Appended if self.cut.appends else torch.Tensor):
             raise Break("no-match", "what the loop adds onto is not what it looks like")
-        shadows = {"__mok_once__": self._once, "int": number_of, "enumerate": numbered}
+        shadows = {"__mok_once__": self._once, "int": number_of, "enumerate": numbered, "zip": zipped}
         try:
             with self.recorder, Indexing(self):
                 total, edge = self.cut.probe(Owner(self), *values, **shadows)
@@ -353,6 +355,8 @@ class Turn:
             size = len(items)
         elif isinstance(items, Counted) and isinstance(items.items, Group):
             size, make = len(items.items), lambda index: (index, items.items[index])
+        elif isinstance(items, Zipped):
+            size, make = items.size, lambda index: items[index]
         elif isinstance(items, Counted):
             self._counted, size = items.items, items.items.shape[0]
             if items.items.dim() != 1 or items.items.dtype.is_floating_point or not isinstance(size, int):

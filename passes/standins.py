@@ -143,6 +143,29 @@ class Counted:
     items: Group | torch.Tensor
 
 
+def zipped(*items: Any, strict: bool = False) -> Any:
+    """Stands for `zip`."""
+    return Zipped(items) if any(isinstance(i, (Group, Listed)) for i in items) else zip(*items, strict=strict)
+
+
+@dataclass(frozen=True)
+class Zipped:
+    """``zip`` of experts and of what belongs to each of them: entries along the first dimension, items of a list."""
+
+    items: tuple[Group | Listed | torch.Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        sizes = [i.shape[0] if isinstance(i, torch.Tensor) and i.dim() else i for i in self.items]
+        sizes = [len(size) if isinstance(size, (Group, Listed)) else size for size in sizes]
+        if not all(isinstance(size, int) for size in sizes):
+            raise Break("no-match", "the loop goes over experts along with something else than theirs")
+        return min(sizes)
+
+    def __getitem__(self, index: Index) -> tuple:
+        return tuple(item[index] for item in self.items)
+
+
 @dataclass(frozen=True)
 class Numbers:
     """The numbers in `tensor`, as Python has them."""

@@ -8,6 +8,7 @@ are compared, and the witnesses are taken out again.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
 import weakref
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mok_compile.passes.cut import Cut
+from mok_compile.passes.cut import SHADOWED, Cut
 from mok_compile.passes.record import lib
 from mok_compile.passes.traced import OPEN, is_traced
 from mok_compile.passes.verify import TOLERANCE, Comparison, _aside, _concrete, _copy, _error
@@ -205,5 +206,6 @@ def _loop(witness: Witness, owner: torch.nn.Module, tensors: list, sizes: list) 
     live = [value(told) for told in witness.live]
     at = cut.live.index(cut.total)
     live[at] = [] if cut.appends else torch.zeros_like(live[at])
-    total, _ = cut.probe(owner, *live, __mok_once__=lambda items: items, int=int, enumerate=enumerate)
+    plain = {name: getattr(builtins, name) for name in SHADOWED}
+    total, _ = cut.probe(owner, *live, __mok_once__=lambda items: items, **plain)
     return torch.cat(total) if cut.appends else total

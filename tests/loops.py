@@ -104,6 +104,28 @@ class Skipping(Ranged):
         return y
 
 
+class Zipped(Ranged):
+    """Masks and experts side by side, weights from one of two branches, as in LitGPT."""
+
+    normed = True
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.view(-1, shape[-1])
+        if self.normed:
+            weights, ids = torch.topk(self.gate(x), self.top_k)
+            weights = weights.softmax(dim=1)
+        else:
+            weights, ids = torch.topk(self.gate(x).sigmoid(), self.top_k)
+        masks = ids.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)
+        masks = masks.permute(2, 0, 1)
+        y = torch.zeros_like(x)
+        for mask, expert in zip(masks, self.experts, strict=True):
+            t, k = torch.where(mask)
+            y[t] += weights[t, k, None] * expert(x[t])
+        return y.view(shape)
+
+
 class Onto(Ranged):
     """Adds onto something that is not zero, and onto what is returned besides."""
 
@@ -272,6 +294,7 @@ FORMS = {
     "ranged": Ranged,
     "unasked": Unasked,
     "skipping": Skipping,
+    "zipped": Zipped,
     "onto": Onto,
     "named": Named,
     "tail": Tail,

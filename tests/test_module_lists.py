@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from harness import Fused, assert_close, compare
-from loops import FORMS, E, H, Hit, K, Mlp, Plain, Ranged, Sorted
+from loops import FORMS, E, H, Hit, K, Mlp, Plain, Ranged, Sorted, Zipped
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -362,6 +362,15 @@ class Star(Given):
 )
 def test_however_a_file_gets_its_names(how, tmp_path, monkeypatch):
     """Python compiles calls of imported names otherwise than those of other names."""
+    assert _is_seen(how, tmp_path, monkeypatch), "the loop is not seen"
+
+
+def test_names_that_mean_something_else_than_in_python(tmp_path, monkeypatch):
+    """The loop would be gone through with Python's own."""
+    assert not _is_seen("from test_module_lists import *; zip = enumerate", tmp_path, monkeypatch)
+
+
+def _is_seen(how, tmp_path, monkeypatch):
     (tmp_path / "x_of_another_kind.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"star_{abs(hash(how))}"
@@ -370,7 +379,7 @@ def test_however_a_file_gets_its_names(how, tmp_path, monkeypatch):
     cls = __import__(name).Star
     integrations.watch()
     torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
-    assert hasattr(cls.__dict__["forward"], "__wrapped__"), "the loop is not seen"
+    return hasattr(cls.__dict__["forward"], "__wrapped__")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -585,6 +594,29 @@ class OneIsSpecial(Ranged):
                 out = out * 2
             y.index_add_(0, t, out * weights[t, k, None])
         return y
+
+
+class ZippedWithOthers(Zipped):
+    """Each expert beside the mask of another."""
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.view(-1, shape[-1])
+        weights, ids = torch.topk(self.gate(x), self.top_k)
+        masks = (ids.unsqueeze(-1) == torch.arange(self.num_experts)).permute(2, 0, 1)
+        y = torch.zeros_like(x)
+        for mask, expert in zip(self.masks(masks), self.experts, strict=False):
+            t, k = torch.where(mask)
+            y[t] += weights[t, k, None] * expert(x[t])
+        return y.view(shape)
+
+    def masks(self, masks):
+        return masks.roll(1, 0)
+
+
+class ZippedLater(ZippedWithOthers):
+    def masks(self, masks):
+        return masks[1:]
 
 
 class Neighbour(Ranged):
@@ -853,7 +885,8 @@ def inner_hook():
 
 
 ALTERED = [
-    OtherToken, OtherSlot, StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
+    OtherToken, OtherSlot, ZippedWithOthers, ZippedLater,
+    StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
     Itself, Alias, Overlapping, Doubled, ManyTokens, Idle, Constant, Averaged, TwoRoutings, TwoOrders, Popular,
     AllButOne, Leaks, adapted, one_adapted, replaced_forward, hooked, inner_hook,
     lambda: Hit([Mlp(act=nn.SiLU() if i != 3 else nn.Tanh()) for i in range(E)]),
