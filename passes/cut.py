@@ -34,7 +34,7 @@ _ADDS = ("index_add_", "index_add")
 # What a loop calls and does that adds with ``total[rows] += ...``.
 _PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
-_RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
+_RUN, _ONCE, _RESULT, _NUMBERS = "__mok_run__", "__mok_once__", "__mok_result__", "__mok_numbers__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
 SHADOWED = ("enumerate", "int", "zip")
 
@@ -196,15 +196,14 @@ def _rebuild(
     edge = ast.Constant(None) if start is None else ast.Name(start, ast.Load())
     returned = ast.Tuple([ast.Name(total, ast.Load()), edge], ast.Load())
     arguments = [ast.arg(name) for name in (owner, *live)]
-    keywords = [ast.arg(name) for name in (_ONCE, *SHADOWED)]
+    keywords = [ast.arg(name) for name in (_ONCE, _NUMBERS, *SHADOWED)]
     probe = ast.FunctionDef(
         name=tree.name,
         args=ast.arguments(
             posonlyargs=[], args=arguments, kwonlyargs=keywords, kw_defaults=[None] * len(keywords), defaults=[]
         ),
         body=[
-            *copy.deepcopy(preparation),
-            turn,
+            *(_AsksForNumbers().visit(statement) for statement in (*copy.deepcopy(preparation), turn)),
             ast.Return(returned),
         ],
         decorator_list=[],
@@ -224,6 +223,17 @@ def _rebuild(
         ast.fix_missing_locations(statement)
     body[:] = [new for s in body if s not in region[:-1] for new in (instead if s is region[-1] else [s])]
     return tree, ast.copy_location(probe, region[-1])
+
+
+class _AsksForNumbers(ast.NodeTransformer):
+    """``a.tolist()`` as a call of a stand-in: fake tensors have a method of their own for it, which asks each entry."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        method = node.func if isinstance(node.func, ast.Attribute) and node.func.attr == "tolist" else None
+        if method is None or node.args or node.keywords:
+            return node
+        return ast.copy_location(ast.Call(ast.Name(_NUMBERS, ast.Load()), [method.value], []), node)
 
 
 def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mok_compile.passes.alike import check_quiet
@@ -45,7 +45,7 @@ from mok_compile.passes.standins import (
     numbered,
     zipped,
 )
-from mok_compile.passes.turn import Dropped, Occupied, Passed, Symbolic, TurnFacts, not_from_0
+from mok_compile.passes.turn import Dropped, Occupied, Passed, Symbolic, TurnFacts, Used, not_from_0
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
@@ -182,6 +182,7 @@ class Turn:
         self.counts: Value | None = None  # how many those are for each expert
         self._counted: torch.Tensor | None = None
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
+        self.looked_up: list[torch.Tensor] = []  # of which the turn takes its expert's entry as the number of its rows
         self._total: Any = None
         self._known = Known()
         self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
@@ -193,13 +194,22 @@ class Turn:
         self._total = values[self.cut.live.index(self.cut.total)]
         if not isinstance(self._total, Appended if self.cut.appends else torch.Tensor):
             raise Break("no-match", "what the loop adds onto is not what it looks like")
-        shadows = {"__mok_once__": self._once, "int": number_of, "enumerate": numbered, "zip": zipped}
+        shadows = {
+            "__mok_once__": self._once,
+            "__mok_numbers__": self._numbers,
+            "int": number_of,
+            "enumerate": numbered,
+            "zip": zipped,
+        }
         try:
             with self.recorder, Indexing(self):
                 total, edge = self.cut.probe(Owner(self), *values, **shadows)
                 return self._appended(edge) if self.cut.appends else total
         except (Break, Split, Absent, _Domain):
             raise
+        except GuardOnDataDependentSymNode:
+            detail = "the loop depends on the number of an expert's rows otherwise than by skipping those without any"
+            raise Break("data-dependent", f"{detail}, as a capacity does") from None
         except Exception as error:  # whatever foreign code raises where it meets what it does not expect
             raise Break("data-dependent", f"the loop does something unusual: {type(error).__name__}: {error}") from None
 
@@ -241,6 +251,7 @@ class Turn:
         if not self.cut.appends:
             self._check_base(view, facts, fact.base)
         self._check_all_hit(view, facts, fact.rows.ids)
+        self._check_counts(view, facts, fact.rows.ids)
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
@@ -276,6 +287,13 @@ class Turn:
         fact = facts.of(view.value(self.recorder.node(self._asked)))
         if not isinstance(fact, Occupied) or fact.ids is not ids or fact.num_experts < self.range[1]:
             raise Break("no-match", "the loop is not proven to go over all experts that were hit")
+
+    def _check_counts(self, view: View, facts: TurnFacts, ids: Value) -> None:
+        """What a loop takes for the number of an expert's rows must be zero where these `ids` do not hit it."""
+        for tensor in self.looked_up:
+            fact = facts.of(view.value(self.recorder.node(tensor)))
+            if not isinstance(fact, Used) or fact.ids is not ids or fact.num_experts < self.range[1]:
+                raise Break("no-match", "the loop skips experts by numbers that are not proven to count their rows")
 
     def _check_untouched(self, view: View, final: fx.Node) -> None:
         """Nothing but the total may be written into."""
@@ -344,6 +362,10 @@ class Turn:
         if isinstance(value, tuple):
             return tuple(map(known, value))
         return known(value)
+
+    def _numbers(self, tensor: Any) -> Any:
+        """Stands for ``tensor.tolist()``."""
+        return Numbers(tensor, self) if isinstance(tensor, torch.Tensor) else tensor.tolist()
 
     def _once(self, items: Any) -> Iterator:
         """The loop's header: one turn, for an expert that stands for all of `items`."""

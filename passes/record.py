@@ -25,6 +25,7 @@ lib.define("equal(Tensor ids) -> Tensor")  # ids == e
 lib.define("segment(Tensor rows, SymInt n) -> Tensor")  # the n rows of the expert, where all are sorted by expert
 lib.define("joined(Tensor result, Tensor rows) -> Tensor")  # what all turns make of their `rows`, one after the other
 lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
+lib.define("tally(Tensor ids, int n) -> Tensor")  # how many entries each of the first n experts has
 lib.define("dropout(Tensor rows, float rate, int draw) -> Tensor")  # the draws of a turn are numbered
 _FAKES: dict[str, Callable] = {
     "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
@@ -33,6 +34,7 @@ _FAKES: dict[str, Callable] = {
     "segment": lambda rows, n: rows.new_empty((n, *rows.shape[1:])),
     "joined": lambda result, rows: result.new_empty((rows.shape[0], *result.shape[1:])),
     "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
+    "tally": lambda ids, n: ids.new_empty((n,), dtype=torch.int64),
     "dropout": lambda rows, rate, draw: torch.empty_like(rows),
 }
 for _name, _fake in _FAKES.items():
@@ -86,6 +88,8 @@ class Recorder(TorchDispatchMode):
         if func is aten.nonzero.default:
             rows = self.size() if self.rows is None else self.rows
             func, args = torch.ops.mok_loop.nonzero.default, (args[0], rows)
+        if func is aten.bincount.default and len(args) == 3 and args[1] is None and args[2] > 0:
+            func, args = torch.ops.mok_loop.tally.default, (args[0], args[2])
         if torch.Tag.data_dependent_output in func.tags:
             raise Break("data-dependent", f"the loop waits for the value of {func._schema.name}")
         self._follow_grad_mode()

@@ -171,6 +171,15 @@ class Numbers:
     """The numbers in `tensor`, as Python has them."""
 
     tensor: torch.Tensor
+    turn: Turn
+
+    def __getitem__(self, index: Any) -> Count:
+        """How many rows the turn's expert has, if these are counts: `Turn.conclude` makes sure."""
+        size = self.tensor.shape[0] if self.tensor.dim() == 1 else 0
+        if not isinstance(index, Index) or not isinstance(size, int) or size < index.hi:
+            raise Break("no-match", "the loop takes a number of which nothing is known")
+        self.turn.looked_up.append(self.tensor)
+        return Count(self.turn.rows == 0)
 
 
 class Count:
@@ -370,8 +379,8 @@ class Indexing(TorchFunctionMode):
             return loop_ops.equal(args[0])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and isinstance(args[1].stop, Edge):
             return self._segment(args[0], args[1])
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
-            return Numbers(args[0])
+        if func is torch.Tensor.numpy:
+            return Numbers(args[0], self.turn)
         if func is torch.nn.functional.dropout:
             return self._dropout(func, *args, **kwargs)
         with decomposed(getattr(func, "__name__", "")):

@@ -276,6 +276,13 @@ def _sum(facts, value, a, dim, keepdim=False, **kwargs):
     return Used(fact.ids, fact.num_experts) if left == ["e"] else None
 
 
+@_own(loop_ops.tally.default)
+def _tally(facts, value, ids, n):
+    while ids.op in (aten.view.default, aten._unsafe_view.default):
+        ids = ids.args[0]
+    return Used(ids, n) if facts.of(ids) is None and _integer(ids) else None
+
+
 @_own(aten.gt.Scalar, aten.ne.Scalar, aten.ge.Scalar)
 def _positive(facts, value, a, number):
     fact = facts.of(a)

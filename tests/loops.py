@@ -126,6 +126,20 @@ class Zipped(Ranged):
         return y.view(shape)
 
 
+class Counted(Ranged):
+    """Experts without tokens are skipped by their count, as in the reference code of DeepSeek-V3."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] == 0:
+                continue
+            t, k = torch.where(ids == e)
+            y[t] += self.experts[e](x[t]) * weights[t, k, None]
+        return y
+
+
 class Onto(Ranged):
     """Adds onto something that is not zero, and onto what is returned besides."""
 
@@ -295,6 +309,7 @@ FORMS = {
     "unasked": Unasked,
     "skipping": Skipping,
     "zipped": Zipped,
+    "counted": Counted,
     "onto": Onto,
     "named": Named,
     "tail": Tail,

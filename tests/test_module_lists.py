@@ -495,6 +495,11 @@ def test_report():
     assert all("loops.py" in site.location and site.detail == LOOP for site in report.sites)
 
 
+def test_a_capacity_is_named():
+    (site,) = explain(FirstRows())(tokens(2, 9)).sites
+    assert (site.status, site.reason) == ("missed", "data-dependent") and "as a capacity does" in site.detail
+
+
 def test_refusals_are_named():
     block = Hit()
     block.experts[2].register_forward_hook(lambda module, args, out: None)
@@ -593,6 +598,46 @@ class OneIsSpecial(Ranged):
             if e == 2:
                 out = out * 2
             y.index_add_(0, t, out * weights[t, k, None])
+        return y
+
+
+class CountsOthers(Ranged):
+    """Skips experts that no token has in its first slot."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids[:, :1].flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] == 0:
+                continue
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class LeastCounts(CountsOthers):
+    """Skips experts with one token only."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] > 1:
+                t, k = torch.where(ids == e)
+                y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class FirstRows(Ranged):
+    """A capacity: the tokens of an expert beyond it are dropped."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            if t.numel() > 3:
+                t, k = t[:3], k[:3]
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
         return y
 
 
@@ -885,7 +930,7 @@ def inner_hook():
 
 
 ALTERED = [
-    OtherToken, OtherSlot, ZippedWithOthers, ZippedLater,
+    OtherToken, OtherSlot, CountsOthers, LeastCounts, FirstRows, ZippedWithOthers, ZippedLater,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
     Itself, Alias, Overlapping, Doubled, ManyTokens, Idle, Constant, Averaged, TwoRoutings, TwoOrders, Popular,
     AllButOne, Leaks, adapted, one_adapted, replaced_forward, hooked, inner_hook,
