@@ -84,10 +84,14 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     region = [*([] if appends else _preparation(reached, body, at)), loop]
     inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
     known = outside.stored | {a.arg for a in _arguments(tree.args)}
-    live = tuple(sorted((inside.loaded & known) - {owner}))
+    # What the loop goes by is set at the start of each turn, whatever it was before.
+    targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    targets -= _Names([*_statements(region[:-1]), loop.iter]).loaded
+    live = tuple(sorted((inside.loaded & known) - {owner} - targets))
     # A variable that one turn hands to the next, or that is read after the loop, is more than this loop may have.
     carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
-    leaks = inside.stored & outside.loaded
+    carried -= targets
+    leaks = inside.stored & _Names(_after(tree.body, loop)).loaded
     start = next(iter(carried), None) if appends and len(carried) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
     if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
@@ -116,8 +120,9 @@ def _source(function: types.FunctionType) -> ast.FunctionDef | None:
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name != function.__name__:
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__name__:
         return None
+    tree.decorator_list = []  # `function` is what they were given
     ast.increment_lineno(tree, first - 1)
     theirs, ours = function.__code__, _compile(function, copy.deepcopy(tree)).__code__
     same = all(getattr(theirs, name) == getattr(ours, name) for name in ("co_code", "co_names", "co_varnames"))
@@ -281,7 +286,8 @@ def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
         if isinstance(statement, ast.With):
             found |= _assigned(statement.body)
         elif isinstance(statement, ast.If):
-            found |= set.intersection(*map(_assigned, branches))
+            through = [b for b in branches if not (b and isinstance(b[-1], (ast.Raise, ast.Return)))]
+            found |= set.intersection(*map(_assigned, through)) if through else set()
     return found
 
 
@@ -295,6 +301,16 @@ def _reached(body: list[ast.stmt], loop: ast.stmt) -> set[ast.stmt]:
         for branch in taken or branches:
             found |= _reached(branch, loop)
     return found
+
+
+def _after(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
+    """All statements that can run once `loop` is over."""
+    for i, statement in enumerate(body):
+        branches = [getattr(statement, inner, []) for inner in ("body", "orelse", "finalbody")]
+        inner = [s for branch in branches if loop in _statements(branch) for s in _after(branch, loop)]
+        if statement is loop or inner or any(loop in _statements(branch) for branch in branches):
+            return [*inner, *_statements(body[i + 1 :])]
+    return []
 
 
 def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int) -> list[ast.stmt]:

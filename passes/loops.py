@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from mok_compile import ops
 from mok_compile.passes.view import name_of
 
 _ROUTING = ("router", "moe", "expert", "gate", "mixture")
@@ -18,9 +19,22 @@ def loop_behind(graph: fx.Graph) -> fx.Node | None:
     if not any(word in str(entry).lower() for node in graph.nodes for entry in _modules(node) for word in _ROUTING):
         return None
     for node in graph.nodes:
-        if name_of(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user)):
+        leave = name_of(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user))
+        if leave and not _reaches_block(node):
             return node
     return None
+
+
+def _reaches_block(node: fx.Node) -> bool:
+    """Whether a loop that became the op depends on `node`: that graph did not break there."""
+    seen, pending = {node}, [node]
+    while pending:
+        new = [user for user in pending.pop().users if user not in seen]
+        if any(ops.is_block(user.target) for user in new):
+            return True
+        seen.update(new)
+        pending += new
+    return False
 
 
 def _modules(node: fx.Node) -> list:

@@ -115,8 +115,10 @@ class Zipped(Ranged):
         if self.normed:
             weights, ids = torch.topk(self.gate(x), self.top_k)
             weights = weights.softmax(dim=1)
-        else:
+        elif self.normed is None:
             weights, ids = torch.topk(self.gate(x).sigmoid(), self.top_k)
+        else:
+            raise ValueError("weights of another kind")
         masks = ids.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)
         masks = masks.permute(2, 0, 1)
         y = torch.zeros_like(x)
@@ -294,6 +296,34 @@ class Sorted(Ranged):
         return counts
 
 
+class Remote(Sorted):
+    """The inference of DeepSeek's own model files: no gradients, counts in numpy, and the names of another loop."""
+
+    @torch.no_grad()
+    def moe(self, x, topk_ids, topk_weight):
+        counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
+        counts.scatter_(1, topk_ids, 1)
+        ranks = 0
+        for i in range(topk_ids.shape[1]):
+            ranks += i
+        tokens_per_expert = counts.sum(dim=0).cpu().numpy()
+        indices = topk_ids.view(-1).argsort()
+        sorted_tokens = x[indices // topk_ids.shape[1]]
+        outputs = []
+        start_idx = 0
+        for i, num_tokens in enumerate(tokens_per_expert):
+            end_idx = start_idx + num_tokens
+            if num_tokens == 0:
+                continue
+            outputs.append(self.experts[i](sorted_tokens[start_idx:end_idx]))
+            start_idx = end_idx
+        outs = torch.cat(outputs, dim=0) if len(outputs) else sorted_tokens.new_empty(0)
+        new_x = torch.empty_like(outs)
+        new_x[indices] = outs
+        weighted = new_x.view(*topk_ids.shape, -1).type(topk_weight.dtype).mul_(topk_weight.unsqueeze(dim=-1))
+        return weighted.sum(dim=1).type(new_x.dtype) + ranks
+
+
 class Checkpointed(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -318,6 +348,7 @@ FORMS = {
     "chunks": Chunks,
     "kept": Kept,
     "sorted": Sorted,
+    "remote": Remote,
     "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
     "plain": lambda: Ranged([Plain() for _ in range(E)]),
     "top_1": lambda: Hit(top_k=1),

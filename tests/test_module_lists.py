@@ -495,6 +495,19 @@ def test_report():
     assert all("loops.py" in site.location and site.detail == LOOP for site in report.sites)
 
 
+class KeepsIds(Ranged):
+    def moe(self, x, ids, weights):
+        self.ids = ids
+        return super().moe(x, ids, weights)
+
+
+def test_ids_that_leave_the_graph_of_their_loop():
+    block = KeepsIds()
+    traced = Traced(block)
+    compare(block, traced, tokens(2, 9))
+    assert traced.counts() == (1, 0) and len(traced.graphs) == 1, traced.report
+
+
 def test_a_capacity_is_named():
     (site,) = explain(FirstRows())(tokens(2, 9)).sites
     assert (site.status, site.reason) == ("missed", "data-dependent") and "as a capacity does" in site.detail
@@ -599,6 +612,18 @@ class OneIsSpecial(Ranged):
                 out = out * 2
             y.index_add_(0, t, out * weights[t, k, None])
         return y
+
+
+class NumberLeft(Ranged):
+    """What the loop goes by is read when it is over."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        e = 0
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y * e
 
 
 class CountsOthers(Ranged):
@@ -930,7 +955,7 @@ def inner_hook():
 
 
 ALTERED = [
-    OtherToken, OtherSlot, CountsOthers, LeastCounts, FirstRows, ZippedWithOthers, ZippedLater,
+    OtherToken, OtherSlot, NumberLeft, CountsOthers, LeastCounts, FirstRows, ZippedWithOthers, ZippedLater,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
     Itself, Alias, Overlapping, Doubled, ManyTokens, Idle, Constant, Averaged, TwoRoutings, TwoOrders, Popular,
     AllButOne, Leaks, adapted, one_adapted, replaced_forward, hooked, inner_hook,

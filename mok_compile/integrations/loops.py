@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
+from torch._dynamo.utils import np  # None where there is none
+from torch.utils import _contextlib
 
 from mok_compile.integrations import counts
 from mok_compile.integrations.tracing import constant_of_module, our_options, trace_again, variable_of
@@ -45,7 +47,7 @@ def open_doors() -> None:
             continue
         _seen.add(cls)
         for name, function in list(vars(cls).items()):
-            if _may_cut(function):
+            if _may_cut(_undecorated(function)):
                 _install(cls, name, function)
             elif counts.may_count(function):
                 counts.install(cls, name, function)
@@ -78,13 +80,22 @@ def _may_cut(function: Any) -> bool:
     return may_cut(function)
 
 
+def _undecorated(function: Any) -> Any:
+    """The function under ``@torch.no_grad()``, as which remote code has its inference; any other as it is."""
+    inner = getattr(function, "__wrapped__", None)
+    theirs = isinstance(function, types.FunctionType) and function.__code__.co_filename == _contextlib.__file__
+    makers = [getattr(cell.cell_contents, "__self__", None) for cell in function.__closure__ or ()] if theirs else []
+    return inner if any(type(maker) is torch.no_grad for maker in makers) else function
+
+
 def _install(cls: type, name: str, function: Callable) -> None:
     from mok_compile.passes.cut import cut
 
-    made = cut(function, _run)
+    plain = _undecorated(function)
+    made = cut(plain, _run)
     if made is None:
         return
-    form = made.form
+    form = made.form if plain is function else torch.no_grad()(made.form)
 
     @functools.wraps(function)
     def method(self, *args, **kwargs):
@@ -153,6 +164,8 @@ def _leaves(live: Any, kind: type) -> list:
     for value in live:
         if isinstance(value, (list, tuple)):
             found += _leaves(value, kind)
+        elif kind is torch.Tensor and np is not None and isinstance(value, np.ndarray):
+            found.append(torch.as_tensor(value))
         elif isinstance(value, kind) and not isinstance(value, bool):
             found.append(value)
     return found
