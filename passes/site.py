@@ -226,10 +226,11 @@ def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:
 
 
 def _readers(node: fx.Node, view: View) -> set[fx.Node]:
-    """Who reads what `node` has made, under whatever name: after ``y[i] = rows`` that is still the name of `y`."""
-    cell = view.cells.get(target_of(node))
-    names = [n for n, other in view.cells.items() if other is cell] if isinstance(cell, Cell) else [node]
-    return {user for name in names for user in name.users if view.positions[user] > view.positions[node]}
+    """Who reads what `node` has made, under its names so far: after ``y[i] = rows`` that is still the name of `y`."""
+    cell, position = view.cells.get(target_of(node)), view.positions[node]
+    held = [n for n, other in view.cells.items() if other is cell] if isinstance(cell, Cell) else []
+    names = {node, *(n for n in held if view.positions[n] < position)}
+    return {user for name in names for user in name.users if view.positions[user] > position}
 
 
 def _reshaped(before: Value, after: Value) -> bool:
