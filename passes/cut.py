@@ -91,12 +91,16 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     # A variable that one turn hands to the next, or that is read after the loop, is more than this loop may have.
     carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
     carried -= targets
-    leaks = inside.stored & _Names(_after(tree.body, loop)).loaded
+    # So is one that a function inside of this one reads, whenever that is called.
+    local = {*function.__code__.co_varnames} - {*function.__code__.co_cellvars}
+    leaks = inside.stored - local | inside.stored & _Names(_after(tree.body, loop)).loaded
     start = next(iter(carried), None) if appends and len(carried) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
     if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
         return None
     if total not in live or not set(live) <= surely:
+        return None
+    if appends and (total not in local or not _only_joined(tree, loop, total)):
         return None
     made = _rebuild(tree, body, region, owner, live, total, appends, start)
     form, probe = (_compile(function, node) for node in made)
@@ -263,6 +267,31 @@ def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
     listed = {name for name, method in methods if method == "append"}
     names = [*added, *listed]
     return (names[0], bool(listed)) if len(names) == 1 and names[0] is not None else None
+
+
+def _only_joined(tree: ast.FunctionDef, loop: ast.stmt, listed: str) -> bool:
+    """Whether nothing outside of `loop` tells the list `listed` of one tensor for each expert from one of all rows:
+    it is concatenated, asked whether there is anything in it, and appended to."""
+    inside = set(ast.walk(loop))
+    nodes = [node for node in ast.walk(tree) if node not in inside]
+    fine: set[ast.AST] = set()
+    for node in nodes:
+        if isinstance(node, (ast.If, ast.IfExp)):
+            asked = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+            fine |= {asked, *(asked.args if _is_length(asked) else [])}
+        elif isinstance(node, ast.Compare) and _is_length(node.left):
+            asked = " ".join(ast.unparse(node).split()[1:])
+            fine |= {*node.left.args} if asked in ("== 0", "!= 0", "> 0") else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            where = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+            joined = node.func.attr in ("cat", "concat") and all(ast.unparse(dim) == "0" for dim in where)
+            fine |= {*node.args[:1]} if joined else {node.func.value} if node.func.attr == "append" else set()
+    named = (node for node in nodes if isinstance(node, ast.Name) and node.id == listed)
+    return all(node in fine or isinstance(node.ctx, ast.Store) for node in named)
+
+
+def _is_length(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
 def _adds_rows(node: ast.AST) -> bool:

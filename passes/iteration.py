@@ -381,7 +381,9 @@ class Turn:
             size, make = items.size, lambda index: items[index]
         elif isinstance(items, Counted):
             self._counted, size = items.items, items.items.shape[0]
-            if items.items.dim() != 1 or items.items.dtype.is_floating_point or not isinstance(size, int):
+            # Running counts in a narrower type would not be those that the op is given.
+            exact = items.items.dtype in (torch.int32, torch.int64)
+            if items.items.dim() != 1 or not exact or not isinstance(size, int):
                 raise Break("no-match", "the loop does not go over one count for each expert")
             make = lambda index: (index, Count(self.rows == 0))  # noqa: E731
         elif isinstance(items, torch.Tensor):

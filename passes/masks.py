@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from mok_compile.passes.facts import BOTH, CHOICE, EXPERT, NONE, TOKEN, Counts, Hits, Iota, Share
-from mok_compile.passes.rules import _dim, _integer, _root, rule, same
+from mok_compile.passes.rules import _COUNTS, _dim, _integer, _root, rule, same
 from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
@@ -98,7 +98,8 @@ def _reduce(facts, value, a, dim=None, keepdim=False, **kwargs):
     summed = value.op is aten.sum.dim_IntList
     if summed and fact is hits and left == (EXPERT,) and not keepdim and NONE not in axes:
         whole = CHOICE in axes or BOTH in axes or distinct(hits.ids)
-        return Counts(hits.ids, value.meta.shape[0]) if whole and hits.choice is None else None
+        whole = whole and hits.choice is None and value.meta.dtype in _COUNTS
+        return Counts(hits.ids, value.meta.shape[0]) if whole else None
     if axes != [CHOICE] or hits.reduced or (isinstance(fact, Share) and not summed):
         return None
     axes = tuple(NONE if d in dims else axis for d, axis in enumerate(hits.axes)) if keepdim else left

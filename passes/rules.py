@@ -222,6 +222,8 @@ def _peel(value: Value) -> Value:
 
 
 _EXACT = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+# Of which these hold the number of an expert's rows too.
+_COUNTS = _EXACT[1:]
 
 
 def _rounds(value: Value) -> bool:
@@ -336,7 +338,8 @@ def _experts_counted(facts: Facts, a: Value) -> Value | None:
 @rule(aten.cumsum.default)
 def _cumsum(facts, value, a, dim, **kwargs):
     fact = facts.of(a)
-    return Offsets(fact.ids, fact.num_experts) if isinstance(fact, Counts) and _dim(a, dim) == 0 else None
+    counts = isinstance(fact, Counts) and value.meta.dtype in _COUNTS
+    return Offsets(fact.ids, fact.num_experts) if counts and _dim(a, dim) == 0 else None
 
 
 @rule(aten.searchsorted.Tensor)
@@ -606,9 +609,9 @@ def _cast(facts, value, a, *, dtype=None, device=None, **kwargs):
     if device is not None and value.meta.device != a.meta.device and not isinstance(fact, Counts):
         return None
     if not isinstance(fact, Differentiable | Full):
-        # Numbers of experts and counts fit into any of the exact types, places into the wide integers only.
-        wide = (torch.int32, torch.int64)
-        return fact if value.meta.dtype in (_EXACT if isinstance(fact, (Expert, Counts, Offsets)) else wide) else None
+        # Numbers of experts fit into any of the exact types, counts into most, places into the wide integers only.
+        counts = _COUNTS if isinstance(fact, (Counts, Offsets)) else (torch.int32, torch.int64)
+        return fact if value.meta.dtype in (_EXACT if isinstance(fact, Expert) else counts) else None
     if not value.meta.dtype.is_floating_point:
         return None
     if isinstance(fact, (Rows, Pointwise)):

@@ -129,10 +129,12 @@ def number_of(value: Any = 0, *args) -> Any:
     return value.item() if isinstance(value, (Index, Count)) else int(value, *args)
 
 
-def numbered(items: Any, *args) -> Any:
+def numbered(items: Any, start: int = 0) -> Any:
     """Stands for `enumerate`."""
-    if args or not isinstance(items, (Group, Numbers, torch.Tensor)):
-        return enumerate(items, *args)
+    if not isinstance(items, (Group, Numbers, torch.Tensor)):
+        return enumerate(items, start)
+    if start != 0:
+        raise Break("no-match", f"the loop numbers its experts from {start} on")
     return Counted(items.tensor if isinstance(items, Numbers) else items)
 
 
@@ -145,7 +147,7 @@ class Counted:
 
 def zipped(*items: Any, strict: bool = False) -> Any:
     """Stands for `zip`."""
-    return Zipped(items) if any(isinstance(i, (Group, Listed)) for i in items) else zip(*items, strict=strict)
+    return Zipped(items, strict) if any(isinstance(i, (Group, Listed)) for i in items) else zip(*items, strict=strict)
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Zipped:
     """``zip`` of experts and of what belongs to each of them: entries along the first dimension, items of a list."""
 
     items: tuple[Group | Listed | torch.Tensor, ...]
+    strict: bool
 
     @property
     def size(self) -> int:
@@ -160,6 +163,8 @@ class Zipped:
         sizes = [len(size) if isinstance(size, (Group, Listed)) else size for size in sizes]
         if not all(isinstance(size, int) for size in sizes):
             raise Break("no-match", "the loop goes over experts along with something else than theirs")
+        if self.strict and len(set(sizes)) > 1:
+            raise Break("shape", "the loop goes over experts strictly along with what is not as many")
         return min(sizes)
 
     def __getitem__(self, index: Index) -> tuple:
@@ -203,6 +208,16 @@ class Count:
     def __gt__(self, other):
         return not self == other
 
+    def __le__(self, other):
+        return self == other
+
+    def __ge__(self, other):
+        self._check(other, 1)
+        return not self.idle
+
+    def __lt__(self, other):
+        return not self >= other
+
     def __bool__(self):
         return not self.idle
 
@@ -219,8 +234,8 @@ class Count:
     __int__ = __float__ = __index__
 
     @staticmethod
-    def _check(other: Any) -> None:
-        if not isinstance(other, int) or other != 0:
+    def _check(other: Any, number: int = 0) -> None:
+        if not isinstance(other, int) or other != number:
             raise Break("no-match", "the loop compares the number of an expert's rows with something else than none")
 
 

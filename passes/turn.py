@@ -233,7 +233,7 @@ def _copy(facts, value, a, *, dtype=None, device=None, **kwargs):
     fact = facts.of(a)
     if device is not None and value.meta.device != a.meta.device:
         return None
-    if isinstance(fact, (Choice, Mine, Used)):
+    if isinstance(fact, (Choice, Mine)) or (isinstance(fact, Used) and _holds_counts(value)):
         return fact
     if isinstance(fact, RowWeight) and isinstance(fact.weights, Value) and value.meta.dtype.is_floating_point:
         args = (fact.weights, value.meta.dtype)
@@ -273,7 +273,13 @@ def _sum(facts, value, a, dim, keepdim=False, **kwargs):
     if not isinstance(fact, Choice) or keepdim or dim is None:
         return None
     left = [axis for i, axis in enumerate(fact.axes) if i not in [d % len(fact.axes) for d in dim]]
-    return Used(fact.ids, fact.num_experts) if left == ["e"] else None
+    return Used(fact.ids, fact.num_experts) if left == ["e"] and _holds_counts(value) else None
+
+
+def _holds_counts(value: Value) -> bool:
+    """Whether no count of rows is zero in the type of `value` unless it is zero: 256 is, in eight bits."""
+    dtype = value.meta.dtype
+    return dtype.is_floating_point or dtype in (torch.bool, torch.int32, torch.int64)
 
 
 @_own(loop_ops.tally.default)

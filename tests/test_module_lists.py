@@ -508,6 +508,54 @@ def test_ids_that_leave_the_graph_of_their_loop():
     assert traced.counts() == (1, 0) and len(traced.graphs) == 1, traced.report
 
 
+class FewerThanOne(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] < 1:
+                continue
+            t, k = torch.where(ids == e)
+            y[t] += self.experts[e](x[t]) * weights[t, k, None]
+        return y
+
+
+class AtLeastOne(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] >= 1:
+                t, k = torch.where(ids == e)
+                y[t] += self.experts[e](x[t]) * weights[t, k, None]
+        return y
+
+
+@pytest.mark.parametrize("kind", [FewerThanOne, AtLeastOne])
+def test_none_said_otherwise(kind):
+    check(kind(), tokens(1, 2))
+
+
+class ZippedStrictly(Zipped):
+    """With more masks than experts, which Python refuses."""
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.gate(x), self.top_k)
+        masks = (ids.unsqueeze(-1) == torch.arange(self.num_experts + 1)).permute(2, 0, 1)
+        y = torch.zeros_like(x)
+        for mask, expert in zip(masks, self.experts, strict=True):
+            t, k = torch.where(mask)
+            y[t] += weights[t, k, None] * expert(x[t])
+        return y
+
+
+def test_an_error_of_the_loop_stays():
+    block, x = ZippedStrictly(), tokens(9)
+    for call in (block, Traced(block)):
+        with pytest.raises(ValueError, match="shorter"):
+            call(x)
+
+
 def test_a_capacity_is_named():
     (site,) = explain(FirstRows())(tokens(2, 9)).sites
     assert (site.status, site.reason) == ("missed", "data-dependent") and "as a capacity does" in site.detail
@@ -626,6 +674,71 @@ class NumberLeft(Ranged):
         return y * e
 
 
+class SortedAndCounted(Sorted):
+    """Looks at the list of the experts' outputs otherwise than by putting them together."""
+
+    def moe(self, x, ids, weights):
+        counts, order = F.one_hot(ids, E).sum((0, 1)), ids.view(-1).argsort()
+        rows = x[order // ids.shape[1]]
+        outputs = []
+        start = 0
+        for i, count in enumerate(counts):
+            if count == 0:
+                continue
+            end = start + count
+            outputs.append(self.experts[i](rows[start:end]))
+            start = end
+        return x + torch.cat(outputs).sum(0) * len(outputs)
+
+
+class SortedFirst(Sorted):
+    def moe(self, x, ids, weights):
+        counts, order = F.one_hot(ids, E).sum((0, 1)), ids.view(-1).argsort()
+        rows = x[order // ids.shape[1]]
+        outputs = []
+        start = 0
+        for i, count in enumerate(counts):
+            if count == 0:
+                continue
+            end = start + count
+            outputs.append(self.experts[i](rows[start:end]))
+            start = end
+        return x + torch.cat(outputs).sum(0) + outputs[0].sum(0)
+
+
+class SortedInBytes(Sorted):
+    """Ranges end at 255 and begin again at 0."""
+
+    def counted(self, counts):
+        return counts.to(torch.uint8)
+
+
+class NumberKept(Ranged):
+    """A function that is made before the loop and called after it reads what the loop goes by."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        e = 0
+        last = lambda: e  # noqa: E731
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y * last()
+
+
+class CountsInBytes(Ranged):
+    """256 rows are none in eight bits."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = mask.sum(dim=(-1, -2), dtype=torch.uint8).nonzero()
+        for e in hit:
+            k, t = torch.where(mask[e].squeeze(0))
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
 class CountsOthers(Ranged):
     """Skips experts that no token has in its first slot."""
 
@@ -687,6 +800,15 @@ class ZippedWithOthers(Zipped):
 class ZippedLater(ZippedWithOthers):
     def masks(self, masks):
         return masks[1:]
+
+
+class FromOne(Ranged):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts, start=1):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, expert(x[t]) * weights[t, k, None])
+        return y
 
 
 class Neighbour(Ranged):
@@ -955,7 +1077,8 @@ def inner_hook():
 
 
 ALTERED = [
-    OtherToken, OtherSlot, NumberLeft, CountsOthers, LeastCounts, FirstRows, ZippedWithOthers, ZippedLater,
+    OtherToken, OtherSlot, NumberLeft, NumberKept, CountsInBytes, CountsOthers, LeastCounts, FirstRows,
+    ZippedWithOthers, ZippedLater, FromOne, SortedAndCounted, SortedFirst, SortedInBytes,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
     Itself, Alias, Overlapping, Doubled, ManyTokens, Idle, Constant, Averaged, TwoRoutings, TwoOrders, Popular,
     AllButOne, Leaks, adapted, one_adapted, replaced_forward, hooked, inner_hook,

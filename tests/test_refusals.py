@@ -197,6 +197,32 @@ class CountsFromOne(Moe):
         return torch.cumsum(counts, 0, dtype=torch.int32)
 
 
+class OffsetsInBytes(Moe):
+    """Right for 255 rows at most."""
+
+    def offsets(self, sorted_ids):
+        counts = torch.histc(sorted_ids.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        return torch.cumsum(counts, 0, dtype=torch.uint8).to(torch.int32)
+
+
+class CountsInBytes(Moe):
+    def experts(self, x, ids, weights):
+        self.unsorted = ids.flatten()
+        return super().experts(x, ids, weights)
+
+    def offsets(self, sorted_ids):
+        counts = torch.nn.functional.one_hot(self.unsorted, self.num_experts).sum(0, dtype=torch.uint8)
+        return torch.cumsum(counts, 0, dtype=torch.int32)
+
+
+class CountsInShorts(Moe):
+    """Right for 32767 rows of an expert at most."""
+
+    def offsets(self, sorted_ids):
+        counts = torch.histc(sorted_ids.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        return torch.cumsum(counts.to(torch.int16), 0, dtype=torch.int32)
+
+
 class CountsOfBooleans(Moe):
     def offsets(self, sorted_ids):
         return super().offsets(sorted_ids.bool())
@@ -308,6 +334,9 @@ class WeightsBeforeActivation(Moe):
         (BinsOfGivenIds, "no-match", "offsets"),
         (CountsFromOne, "no-match", "offsets"),
         (CountsOfBooleans, "no-match", "offsets"),
+        (OffsetsInBytes, "no-match", "offsets"),
+        (CountsInBytes, "no-match", "offsets"),
+        (CountsInShorts, "no-match", "offsets"),
         (SearchsortedLeft, "no-match", "offsets"),
         (NormBeforeCombine, "post-norm", ""),
         (ActivationBehindDown, "post-norm", "tanh"),
