@@ -62,7 +62,7 @@ def check(x, weight, bias, correction, router: RouterSpec) -> None:
         raise ValueError(f"mok::route: cannot choose {router.top_k} of {experts} experts")
     if router.groups is not None and experts % router.groups.count:
         raise ValueError(f"mok::route: {experts} experts are not {router.groups.count} groups of one size")
-    check_devices(x, weight, bias, correction)
+    check_devices("mok::route", x, weight, bias, correction)
 
 
 def check_scale(x, weight, scale, router: RouterSpec) -> None:
@@ -70,15 +70,15 @@ def check_scale(x, weight, scale, router: RouterSpec) -> None:
     shape = None if scale is None else tuple(scale.shape)
     if router.scaled and shape != (weight.shape[0],):
         raise ValueError(f"mok::moe: expert_scale must be {weight.shape[0]} numbers, got {shape}")
-    check_devices(x, scale)
+    check_devices("mok::route", x, scale)
 
 
-def check_devices(x, *others) -> None:
-    """Raises ValueError unless all tensors, of which some may be None, are on one device."""
+def check_devices(op: str, x, *others) -> None:
+    """Raises ValueError, naming `op`, unless all tensors, of which some may be None, are on one device."""
     elsewhere = {t.device for t in others if t is not None} - {x.device}
     if elsewhere:
         found = ", ".join(sorted(map(str, elsewhere)))
-        raise ValueError(f"mok::route: all arguments must be on one device; x is on {x.device}, others on {found}")
+        raise ValueError(f"{op}: all arguments must be on one device; x is on {x.device}, others on {found}")
 
 
 def _route(x, weight, bias, correction, router, engine):

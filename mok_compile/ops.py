@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mok_compile import engines, forward_mode, moe  # noqa: F401  registers mok::moe and mok::route
+from mok_compile import engines, forward_mode, moe  # registers mok::moe and mok::route
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -51,10 +51,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
         raise TypeError(f"mok::experts: ids must be integer and weights floating, got {ids.dtype} and {weights.dtype}")
     if not x.dtype.is_floating_point or {t.dtype for ts in (up, down, up_bias, down_bias) for t in ts} - {x.dtype}:
         raise TypeError(f"mok::experts: x, the experts' weights and biases must share one dtype; x is {x.dtype}")
-    elsewhere = {t.device for ts in ((ids, weights), up, down, up_bias, down_bias) for t in ts} - {x.device}
-    if elsewhere:
-        found = ", ".join(sorted(map(str, elsewhere)))
-        raise ValueError(f"mok::experts: all arguments must be on one device; x is on {x.device}, others on {found}")
+    moe.check_devices("mok::experts", x, ids, weights, *up, *down, *up_bias, *down_bias)
     stacked = bool(down) and down[0].dim() == 3
     num_experts = (down[0].shape[0] if stacked else len(down)) if down else 0
     if num_experts == 0 or ids.shape[1] == 0:

@@ -159,8 +159,12 @@ class Zipped:
 
     @property
     def size(self) -> int:
-        sizes = [i.shape[0] if isinstance(i, torch.Tensor) and i.dim() else i for i in self.items]
-        sizes = [len(size) if isinstance(size, (Group, Listed)) else size for size in sizes]
+        def of(item: Any) -> Any:
+            if isinstance(item, (Group, Listed)):
+                return len(item)
+            return item.shape[0] if isinstance(item, torch.Tensor) and item.dim() else None
+
+        sizes = [of(item) for item in self.items]
         if not all(isinstance(size, int) for size in sizes):
             raise Break("no-match", "the loop goes over experts along with something else than theirs")
         if self.strict and len(set(sizes)) > 1:

@@ -132,6 +132,17 @@ def test_cache_that_cannot_be_written(tiny):
     assert "MOK_CACHE_DIR names another folder" in tiny("print(build.build_all())")[0]
 
 
+def refused(tiny, into: Path) -> str:
+    """Why there is no wheel."""
+    out, _ = tiny(f"""
+try:
+    build.prebuild({str(into)!r})
+except build.BuildError as error:
+    print(error)
+""")
+    return out
+
+
 @needs_compiler
 def test_prebuild(tiny, tmp_path):
     out, _ = tiny(f"print(build.prebuild({str(tmp_path / 'lib')!r})[0].name)")
@@ -141,12 +152,7 @@ def test_prebuild(tiny, tmp_path):
 @needs_compiler
 def test_a_wheel_has_no_library_that_cannot_be_loaded(tiny, tmp_path):
     tiny.source.write_text("int missing(); int answer() { return missing(); }\n")
-    out, _ = tiny(f"""
-try:
-    build.prebuild({str(tmp_path / "lib")!r})
-except build.BuildError as error:
-    print(error)
-""")
+    out = refused(tiny, tmp_path / "lib")
     assert "undefined symbol" in out and "missing" in out
     assert not list((tmp_path / "lib").iterdir())
 
@@ -156,12 +162,7 @@ def test_slow_kernels_warn_a_user_and_stop_a_wheel(tiny, tmp_path):
     tiny.source.write_text('#pragma message("C7510: wgmma is serialized")\n' + tiny.source.read_text())
     out, err = tiny(LOAD)
     assert Path(out).exists() and "slow kernels" in err and "C7510" in err
-    out, _ = tiny(f"""
-try:
-    build.prebuild({str(tmp_path / "lib")!r})
-except build.BuildError as error:
-    print(error)
-""")
+    out = refused(tiny, tmp_path / "lib")
     assert "slow" in out and "C7510" in out
 
 

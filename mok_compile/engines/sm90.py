@@ -329,7 +329,7 @@ def _numbers(form: GatedForm) -> list[float]:
 
 def empty_panels(like: torch.Tensor, rows: int, columns: int, parts: int = 1) -> torch.Tensor:
     """Room for `rows` rows of `parts` times `columns` numbers as the kernels keep them: in panels of 64 columns."""
-    return like.new_empty(parts * -(-columns // PANEL), rows, PANEL)
+    return like.new_empty(parts * _panels(columns), rows, PANEL)
 
 
 def empty_dh(like: torch.Tensor, rows: int, inner: int, spec: ExpertsSpec) -> torch.Tensor:
@@ -341,7 +341,11 @@ def empty_dh(like: torch.Tensor, rows: int, inner: int, spec: ExpertsSpec) -> to
 
 def scratch_size(rows: int, hidden: int, inner: int) -> int:
     """What backward needs: room for the activation in panels, or for rows of dx."""
-    return rows * max(hidden, -(-inner // PANEL) * PANEL)
+    return rows * max(hidden, _panels(inner) * PANEL)
+
+
+def _panels(columns: int) -> int:
+    return -(-columns // PANEL)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
