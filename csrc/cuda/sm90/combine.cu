@@ -42,28 +42,17 @@ __device__ __forceinline__ void combine_columns(int64_t task, const T* rows, con
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = poison;
   constexpr int kFlight = 8;
+  __syncwarp();  // else the compiler makes ready for lanes that are apart, and the loads wait for one another
   for (int k0 = 0; k0 < top_k; k0 += kFlight) {
     uint4 part[kFlight];
 #pragma unroll
     for (int k = 0; k < kFlight; ++k) {
       const int from = __shfl_sync(~0u, position, k0 + k);
-      part[k] = make_uint4(0, 0, 0, 0);
-      if (k0 + k < top_k && from >= 0 && column < columns)
-        part[k] = __ldcs(reinterpret_cast<const uint4*>(rows + from * int64_t(columns) + column));
+      part[k] = ptx::load_once_if(from >= 0 && column < columns, rows + from * int64_t(columns) + column);
     }
 #pragma unroll
-    for (int k = 0; k < kFlight; ++k) {
-      const int from = __shfl_sync(~0u, position, k0 + k);
-      const float w = __shfl_sync(~0u, weight, k0 + k);
-      if (k0 + k >= top_k || from < 0) continue;
-      const uint32_t word[4] = {part[k].x, part[k].y, part[k].z, part[k].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 v = Pair<T>::unpack(word[i]);
-        sum[2 * i] += w * v.x;
-        sum[2 * i + 1] += w * v.y;
-      }
-    }
+    for (int k = 0; k < kFlight; ++k)
+      if (__shfl_sync(~0u, position, k0 + k) >= 0) add8<T>(sum, part[k], __shfl_sync(~0u, weight, k0 + k));
   }
   if (column >= columns) return;
   if constexpr (kPush) {

@@ -6,7 +6,8 @@
 namespace mok::sm90 {
 namespace {
 
-constexpr int kExchangeThreads = 512;
+constexpr int kExchangeThreads = 512, kSumFlight = 4;
+
 template <class Id>
 __device__ __forceinline__ int id_at(const void* ids, int64_t i, int experts) {
   const int64_t id = static_cast<const Id*>(ids)[i];
@@ -59,7 +60,7 @@ __global__ void fail_kernel(const __grid_constant__ Group g, Fault kind, int hav
 }
 
 __global__ void __launch_bounds__(kExchangeThreads)
-    collect_kernel(const __grid_constant__ Group g, int top_k, int first, int experts, int* ids, float* weights) {
+    collect_kernel(const __grid_constant__ Group g, int top_k, int first, int experts, int4* ids, float4* weights) {
   __shared__ int counts[kMaxRanks];  // tokens of each rank
   const bool well = !has_failed(g);
   for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) {
@@ -68,18 +69,23 @@ __global__ void __launch_bounds__(kExchangeThreads)
     counts[r] = tokens > g.capacity ? 0 : tokens;
   }
   __syncthreads();
-  const int64_t per_rank = g.capacity * top_k;
-  for (int r = 0; r < g.ranks; ++r) {
-    const int* const from = in_window<int>(g, r, g.window.ids);
-    const float* const from_weights = in_window<float>(g, r, g.window.weights);
-    const int64_t count = int64_t(counts[r]) * top_k;
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < per_rank;
-         i += int64_t(gridDim.x) * blockDim.x) {
-      const int id = i < count ? __ldcg(from + i) - first : -1;
-      const bool here = id >= 0 && id < experts;
-      ids[r * per_rank + i] = here ? id : -1;
-      weights[r * per_rank + i] = here ? __ldcg(from_weights + i) : 0.0f;
+  // Four slots a thread, one load for their ids and one for their weights: each has to go over the link.
+  const int64_t fours = g.capacity * top_k / 4;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < g.ranks * fours;
+       i += int64_t(gridDim.x) * blockDim.x) {
+    const int r = int(i / fours);
+    const int64_t at = i - r * fours, count = int64_t(counts[r]) * top_k - at * 4;
+    const int4 id = __ldcg(in_window<const int4>(g, r, g.window.ids) + at);
+    const float4 weight = __ldcg(in_window<const float4>(g, r, g.window.weights) + at);
+    int found[4] = {id.x - first, id.y - first, id.z - first, id.w - first};
+    float weighs[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool here = j < count && found[j] >= 0 && found[j] < experts;
+      if (!here) found[j] = -1, weighs[j] = 0.0f;
     }
+    ids[i] = make_int4(found[0], found[1], found[2], found[3]);
+    weights[i] = make_float4(weighs[0], weighs[1], weighs[2], weighs[3]);
   }
 }
 
@@ -118,7 +124,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
 
 // Sums what was pushed; or, with `position`, only fills that with the slots that have an expert.
 template <class T>
-__global__ void __launch_bounds__(kExchangeThreads)
+__global__ void __launch_bounds__(kExchangeThreads, 2)
     sum_kernel(const __grid_constant__ Group g, const void* ids, Dtype ids_dtype, Numbers out, Numbers scores,
                int tokens, int hidden, int top_k, int experts, int experts_per_rank, int* position) {
   const float poison = has_failed(g) ? __int_as_float(0x7FC00000) : 0.0f;
@@ -135,41 +141,29 @@ __global__ void __launch_bounds__(kExchangeThreads)
         scores.store(slot, poison + (id >= 0 ? __ldcg(in_window<float>(g, g.rank, g.window.scores) + slot) : 0.0f));
     }
     if (!out.data || position) continue;
-    int ranks[kInFlight];  // the first ones that have pushed, in order
-    int last = -1, pushed = 0;
-    float sum[8];
     for (int column = lane * 8; column - lane * 8 < hidden; column += 32 * 8) {
+      float sum[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] = poison;
-      last = -1;
+      // The ranks that have pushed, in order, some at a time.
+      int last = -1, pushed;
+      __syncwarp();  // as in combine_columns
       do {
+        uint4 part[kSumFlight];
         pushed = 0;
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
+        for (int i = 0; i < kSumFlight; ++i) {
           const int next = int(__reduce_min_sync(~0u, unsigned(holder > last ? holder : kMaxRanks)));
-          ranks[i] = next;
-          if (next == kMaxRanks) break;
-          last = next;
-          ++pushed;
+          const bool there = next < kMaxRanks;
+          part[i] = ptx::load_once_if(there && column < hidden,
+                                      sums + (next * g.capacity + token) * int64_t(hidden) + column);
+          if (there) last = next;
+          pushed += there;
         }
-        uint4 part[kInFlight];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
-          if (i < pushed && column < hidden)
-            part[i] = __ldcg(
-                reinterpret_cast<const uint4*>(sums + (ranks[i] * g.capacity + token) * int64_t(hidden) + column));
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-          if (i >= pushed || column >= hidden) break;
-          const uint32_t word[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float2 v = Pair<T>::unpack(word[j]);
-            sum[2 * j] += v.x;
-            sum[2 * j + 1] += v.y;
-          }
-        }
-      } while (pushed == kInFlight);
+        for (int i = 0; i < kSumFlight; ++i)
+          if (i < pushed) add8<T>(sum, part[i], 1.0f);
+      } while (pushed == kSumFlight);
       if (column < hidden) store8<T>(out, int64_t(token) * hidden + column, sum);
     }
   }
@@ -202,8 +196,10 @@ const char* publish(const PublishArguments& in, void* stream) {
 const char* collect(const CollectArguments& in, void* stream) {
   if (const char* error = wait_published(in.group, stream)) return error;
   const int64_t slots = in.group.ranks * in.group.capacity * in.top_k;
-  collect_kernel<<<grid_for(slots, multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      in.group, int(in.top_k), int(in.first_expert), int(in.experts), in.ids, in.weights);
+  collect_kernel<<<grid_for(slots / 4, 4 * multiprocessors()), kExchangeThreads, 0,
+                   static_cast<cudaStream_t>(stream)>>>(in.group, int(in.top_k), int(in.first_expert), int(in.experts),
+                                                        reinterpret_cast<int4*>(in.ids),
+                                                        reinterpret_cast<float4*>(in.weights));
   return check(cudaGetLastError());
 }
 

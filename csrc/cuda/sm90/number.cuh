@@ -59,6 +59,18 @@ struct Numbers {
   }
 };
 
+// sum += weight * part, of eight neighbours.
+template <class T>
+__device__ __forceinline__ void add8(float (&sum)[8], const uint4& part, float weight) {
+  const uint32_t word[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = Pair<T>::unpack(word[i]);
+    sum[2 * i] += weight * v.x;
+    sum[2 * i + 1] += weight * v.y;
+  }
+}
+
 // Eight neighbours from element `at` on, which lies at a multiple of 16 bytes, in float32 or T.
 template <class T>
 __device__ __forceinline__ void store8(const Numbers& to, int64_t at, const float (&v)[8]) {
