@@ -11,14 +11,13 @@ int64_t window_bytes(int64_t ranks, int64_t capacity, int64_t hidden, int64_t to
 int64_t group_state() { return Group::kStates; }
 int64_t fault_numbers() { return FaultNumbers::kCount; }
 
-void publish_op(Tensor rows, Tensor all_rows, MaybeTensor ids, MaybeTensor weights, int64_t top_k, int64_t experts,
-                int64_t call, Integers group, int64_t stream) {
+void publish_op(Tensor rows, MaybeTensor ids, MaybeTensor weights, int64_t top_k, int64_t experts, int64_t call,
+                Integers group, int64_t stream) {
   require(publish({group_of(group),
                    {rows.size(0), rows.size(1), 0, experts, top_k},
                    int(call),
                    ids.has_value(),
                    rows.data_ptr(),
-                   all_rows.data_ptr(),
                    data_of(ids),
                    ids ? dtype_of(*ids) : Dtype::kInt32,
                    data_of(weights),
@@ -81,8 +80,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_sm90, m) {
   m.def("fail(int kind, int have, int room, int[] group, int stream) -> ()");
   m.def("fault_numbers() -> int");
   m.def(
-      "publish(Tensor rows, Tensor(a!) all_rows, Tensor? ids, Tensor? weights, int top_k, int experts, int call, "
-      "int[] group, int stream) -> ()");
+      "publish(Tensor rows, Tensor? ids, Tensor? weights, int top_k, int experts, int call, int[] group, int stream) "
+      "-> ()");
   m.def("finish(Tensor ids, Tensor? scores, Tensor? plan, int room, int[] group, int stream) -> ()");
   m.def(
       "sum(Tensor ids, Tensor? weights, int hidden, int experts, int experts_per_rank, bool half, Tensor(a!)? y, "

@@ -40,16 +40,17 @@ Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Inte
 }
 
 // rows and h (if given) of sorted rows, from x; a is scratch.
-void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias, const Tensor& x,
-             const MaybeTensor& h, const Tensor& a, const Tensor& rows, const Pull* pull = nullptr) {
+void experts(const Rows& of, const Block& block, const Tensors& up_bias, const MaybeTensor& down_bias,
+             const TokenRows& x, const MaybeTensor& h, const Tensor& a, const Tensor& rows,
+             const Pull* pull = nullptr) {
   require_room(Panels{{of.sizes.inner, 1}, a, of.plan.room}, "forward");
   require(forward({of.sizes,
-                   dtype_of(x),
+                   dtype_of(rows),
                    block.layout,
                    block.transposed,
                    block.activation,
                    of.plan,
-                   x.data_ptr(),
+                   x,
                    {block.weights.up[0], block.weights.up[1]},
                    block.weights.down,
                    {data_of(up_bias, 0), data_of(up_bias, 1)},
@@ -72,7 +73,7 @@ void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, I
   require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p,
                     const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
                    stream_of(stream)));
-  experts(of, block, up_bias, down_bias, x, h, a, rows);
+  experts(of, block, up_bias, down_bias, x.data_ptr(), h, a, rows);
   require(combine({sizes, dtype_of(x), p, rows.data_ptr(), sizes.hidden, weights.data_ptr(), dtype_of(weights),
                    y.data_ptr(), dtype_of(y), sizes.hidden, nullptr, 0, nullptr, nullptr},
                   stream_of(stream)));
@@ -164,11 +165,22 @@ void push(const Rows& of, const Integers& numbers, const Group& group, const Ten
   require(combine(sum, stream_of(of.stream)));
 }
 
-// Forward of the part of an exchange between `publish` and `sum`: x, ids and weights are filled, with the tokens of all
-// ranks; as many sorted rows as `rows` has may come.
+// A plan over the tokens of all ranks.
+Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes, const Group& group,
+             int64_t room) {
+  Plan plan = plan_of(scratch, order, offsets, sizes);
+  plan.room = room;
+  plan.own_first = int(group.rank * group.capacity);
+  plan.own_count = int(group.capacity);
+  return plan;
+}
+
+// Forward of the part of an exchange between `publish` and `sum`: ids and weights are filled, with those of the tokens
+// of all ranks, and x [(ranks - 1) * capacity, H] with the other ranks' tokens, as they are needed; own_x are this
+// rank's. As many sorted rows as `rows` has may come.
 void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
                          MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
-                         Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows,
+                         Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, Tensor own_x,
                          int64_t first_expert, Integers numbers, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
@@ -177,14 +189,13 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
               stream_of(stream)));
   FinishArguments end{group, sizes.top_k, nullptr, nullptr, nullptr, nullptr, rows.size(0)};
   if (sizes.experts > 0) {
-    Plan p = plan_of(plan, order, offsets, sizes);
-    p.room = end.room;
+    const Plan p = plan_of(plan, order, offsets, sizes, group, end.room);
     require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p},
                      stream_of(stream)));
     const Rows of{sizes, p, stream};
     const Pull pull = pull_of(numbers, group, sizes, x, false);
     const Block block = block_of(of, up, down, {}, layout, transposed, activation);
-    experts(of, block, up_bias, down_bias, x, h, a, rows, &pull);
+    experts(of, block, up_bias, down_bias, {x.data_ptr(), own_x.data_ptr()}, h, a, rows, &pull);
     push(of, numbers, group, rows, &weights);
     end.error = p.error;
     end.count = p.rows;
@@ -200,34 +211,33 @@ struct Gradients {
   MaybeTensor down_bias;
 };
 
-// A weight's gradient: per expert the sum over its rows of `dense` outer `gathered` [T, columns], or the other way
-// round.
-void outer(const Rows& of, const void* dense, const Parts& parts, bool dense_first, const Tensor& gathered,
+// A weight's gradient: per expert the sum over its rows of `dense` outer `gathered` [T, H], or the other way round.
+void outer(const Rows& of, const void* dense, const Parts& parts, bool dense_first, const TokenRows& gathered,
            const Tensor& out, int ticket) {
-  require(weight_grad({of.sizes, dtype_of(gathered), of.plan, dense, parts, gathered.data_ptr(), gathered.size(1),
-                       dense_first, out.data_ptr(), ticket},
-                      stream_of(of.stream)));
+  require(weight_grad(
+      {of.sizes, dtype_of(out), of.plan, dense, parts, gathered, of.sizes.hidden, dense_first, out.data_ptr(), ticket},
+      stream_of(of.stream)));
 }
 
 // The gradients through the down projection: dh, dscore, and those of down; `scratch` holds the activation.
-void down_gradients(const Rows& of, const Block& block, const Tensor& dy, const Tensor& h, const Tensor& weights,
+void down_gradients(const Rows& of, const Block& block, const TokenRows& dy, const Tensor& h, const Tensor& weights,
                     const Panels& dh, const Tensor& scratch, const Tensor& dscore, const Gradients& grads,
                     const Pull* pull = nullptr) {
   const Panels a{{of.sizes.inner, 1}, scratch, of.plan.room};
   require_room(a, "backward");
   require_room(dh, "backward");
-  require(down_grad({of.sizes, dtype_of(dy), block.layout, block.transposed, block.activation, of.plan, dy.data_ptr(),
+  require(down_grad({of.sizes, dtype_of(h), block.layout, block.transposed, block.activation, of.plan, dy,
                      block.weights.down, h.data_ptr(), weights.data_ptr(), dtype_of(weights), dh.data.data_ptr(),
                      scratch.data_ptr(), static_cast<float*>(dscore.data_ptr()), pull},
                     stream_of(of.stream)));
   if (grads.down) outer(of, a.part(0), a.parts, block.transposed, dy, *grads.down, 3);
   if (grads.down_bias)
     require(bias_grad({of.sizes,
-                       dtype_of(dy),
+                       dtype_of(h),
                        of.plan,
                        nullptr,
                        {of.sizes.hidden, 1},
-                       dy.data_ptr(),
+                       dy,
                        weights.data_ptr(),
                        dtype_of(weights),
                        grads.down_bias->data_ptr()},
@@ -251,14 +261,21 @@ void up_gradients(const Rows& of, const Block& block, const Panels& dh, const Te
 }
 
 // The gradients of up: one tensor for all parts, or one for each.
-void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, const Tensor& x,
+void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, const TokenRows& x,
                          const Gradients& grads) {
   const auto parts = [&](const Tensors& out) { return Parts{dh.parts.columns, dh.parts.count / int64_t(out.size())}; };
   for (size_t i = 0; i < grads.up.size(); ++i)
     outer(of, dh.part(i), parts(grads.up), !block.transposed, x, grads.up[i], 4 + int(i));
   for (size_t i = 0; i < grads.up_bias.size(); ++i)
-    require(bias_grad({of.sizes, dtype_of(x), of.plan, dh.part(i), parts(grads.up_bias), nullptr, nullptr,
-                       Dtype::kFloat32, grads.up_bias[i].data_ptr()},
+    require(bias_grad({of.sizes,
+                       dtype_of(grads.up_bias[i]),
+                       of.plan,
+                       dh.part(i),
+                       parts(grads.up_bias),
+                       {},
+                       nullptr,
+                       Dtype::kFloat32,
+                       grads.up_bias[i].data_ptr()},
                       stream_of(of.stream)));
 }
 
@@ -274,7 +291,7 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   const Gradients grads{dup, ddown, dup_bias, ddown_bias};
   const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
   require(replan(sizes, of.plan, stream_of(stream)));
-  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads);
+  down_gradients(of, block, dy.data_ptr(), h, weights, dh, scratch, dscore, grads);
   CombineArguments sum{};
   sum.sizes = sizes;
   sum.dtype = sum.out_dtype = dtype_of(x);
@@ -287,28 +304,27 @@ void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Te
   }
   if (dweights) add_scores(sum, dscore, *dweights);
   if (dx || dweights) require(combine(sum, stream_of(stream)));
-  up_weight_gradients(of, block, dh, x, grads);
+  up_weight_gradients(of, block, dh, x.data_ptr(), grads);
 }
 
-// Backward of the same part: dy is filled with what all ranks have published. The gradients of x are pushed; dweights
-// [ranks * capacity, K] float is this rank's part of the scores, pushed as well if `ends` is set, with which the
-// exchange needs nothing more than `sum`.
+// Backward of the same part: dy is filled as x was. The gradients of x are pushed; dweights [ranks * capacity, K] float
+// is this rank's part of the scores, pushed as well if `ends` is set, with which the exchange needs nothing more than
+// `sum`.
 void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
                           bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
                           Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
-                          MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, bool ends, Integers numbers,
-                          int64_t stream) {
+                          MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, Tensor own_dy, Tensor own_x,
+                          bool ends, Integers numbers, int64_t stream) {
   const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
-  Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
-  of.plan.room = h.size(0);
+  const Rows of{sizes, plan_of(plan, order, offsets, sizes, group, h.size(0)), stream};
   const Block block = block_of(of, up, down, {}, layout, transposed, activation);
   const Gradients grads{dup, ddown, dup_bias, ddown_bias};
   const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
   require(replan(sizes, of.plan, stream_of(stream)));
   require(wait_published(group, stream_of(stream)));
   const Pull pull = pull_of(numbers, group, sizes, dy, true);
-  down_gradients(of, block, dy, h, weights, dh, scratch, dscore, grads, &pull);
+  down_gradients(of, block, {dy.data_ptr(), own_dy.data_ptr()}, h, weights, dh, scratch, dscore, grads, &pull);
   up_gradients(of, block, dh, scratch);
   push(of, numbers, group, scratch, nullptr, &dscore, dweights ? &*dweights : nullptr);
   if (ends)
@@ -316,7 +332,7 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
         finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
                 of.plan.error, of.plan.rows, of.plan.room},
                stream_of(stream)));
-  up_weight_gradients(of, block, dh, x, grads);
+  up_weight_gradients(of, block, dh, {x.data_ptr(), own_x.data_ptr()}, grads);
 }
 
 }  // namespace
@@ -345,13 +361,14 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def(
       "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
       "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(d!)? h, Tensor(e!) order, "
-      "Tensor(f!) offsets, Tensor(g!) plan, Tensor(i!) counts, Tensor(j!) a, Tensor(k!) rows, int first_expert, "
-      "int[] group, int stream) -> ()");
+      "Tensor(f!) offsets, Tensor(g!) plan, Tensor(i!) counts, Tensor(j!) a, Tensor(k!) rows, Tensor own_x, "
+      "int first_expert, int[] group, int stream) -> ()");
   m.def(
       "backward_parallel(Tensor(a!) dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
       "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(b!) plan, Tensor(c!) dh, "
       "Tensor(d!) scratch, Tensor(e!) dscore, Tensor(f!)? dweights, Tensor(g!)[] dup, "
-      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, bool ends, int[] group, int stream) -> ()");
+      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, Tensor own_dy, Tensor own_x, bool ends, "
+      "int[] group, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {

@@ -75,7 +75,7 @@ inline RouteProgram program_of(const Doubles& v) {
 }
 
 inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down, const Tensor& offsets) {
-  return {x.size(0), x.size(1), down.size(down.dim() - 1), offsets.size(0), ids.size(1)};
+  return {ids.size(0), x.size(1), down.size(down.dim() - 1), offsets.size(0), ids.size(1)};
 }
 
 // The weights of a block as the kernels read them.
@@ -151,7 +151,7 @@ inline Group group_of(const Integers& v) {
 }
 inline bool sends_routes(const Integers& group) { return group[5] != 0; }
 
-// `rows` [ranks * capacity, H]. The last two numbers of a group: how many CTAs pull in forward and in backward.
+// `rows` [(ranks - 1) * capacity, H]. The last two numbers of a group: how many CTAs pull in forward and in backward.
 inline Pull pull_of(const Integers& numbers, const Group& group, const Sizes& sizes, const Tensor& rows,
                     bool backward) {
   return {group,

@@ -114,21 +114,21 @@ class PeerMemory:
     def _forward(self, block: _Block, operands: Operands, call: Call, group: list[int], save: bool):
         x, ids, weights = sm90.aligned(operands.x), sm90.ids_of(operands.ids), operands.weights.contiguous()
         tokens, top_k = block.windows.tokens, ids.shape[1]
-        rows = x.new_empty(tokens, x.shape[1])
+        rows = x.new_empty(tokens - block.windows.capacity, x.shape[1])  # of the other ranks
         h = x.new_empty(block.room, block.columns) if save else None
         order, offsets = sm90.int32(x, tokens * top_k), sm90.int32(x, block.experts)
         all_ids = order.new_empty(tokens, top_k)
         all_weights = x.new_empty(tokens, top_k, dtype=torch.float32)
         y = x.new_empty(x.shape, dtype=call.spec.dtype)
         stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "forward")
-        kernels.publish(x, rows, ids, weights, top_k, call.sharding.num_experts, number, group, stream)
+        kernels.publish(x, ids, weights, top_k, call.sharding.num_experts, number, group, stream)
         if block.experts:
             plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
             counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, top_k))
             a, out = sm90.empty_panels(x, block.room, block.inner), x.new_empty(block.room, x.shape[1])
             kernels.forward_parallel(
                 rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
-                block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out,
+                block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out, x,
                 call.sharding.first(block.windows.rank), group, stream,
             )  # fmt: skip
             del a, out
@@ -157,26 +157,26 @@ class PeerMemory:
         needs: list[bool],
         group: list[int],
     ) -> list[torch.Tensor]:
-        x, ids, windows = operands.x, sm90.ids_of(operands.ids), block.windows
+        x, ids, windows = sm90.aligned(operands.x), sm90.ids_of(operands.ids), block.windows
         need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
         tokens, top_k = windows.tokens, ids.shape[1]
-        if saved.rows.shape[0] != tokens:
+        slots = tokens * top_k
+        if saved.plan.numel() != 3 * slots + block.experts:
             raise RuntimeError(
                 "mok::experts_parallel: between this block's forward and backward pass its windows were made anew"
             )
-        slots = tokens * top_k
         order, offsets, all_ids, all_weights = saved.plan.split([slots, block.experts, slots, slots])
         all_ids, all_weights = all_ids.view(tokens, top_k), all_weights.view(torch.float32).view(tokens, top_k)
         dy = sm90.aligned(dy.to(x.dtype))
-        all_dy = torch.empty_like(saved.rows)
-        dx = empty_as(x).contiguous() if need_x else None
+        other_dy = torch.empty_like(saved.rows)
+        dx = empty_as(operands.x).contiguous() if need_x else None
         dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
         up_grads = [empty_as(w) for w in operands.up] if need_up else []
         down_grads = [empty_as(w) for w in operands.down] if need_down else []
         up_bias_grads = [b.new_empty(b.shape) for b in operands.up_bias] if need_up_bias else []
         down_bias_grads = [b.new_empty(b.shape) for b in operands.down_bias] if need_down_bias else []
         stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "backward")
-        kernels.publish(dy, all_dy, None, None, top_k, call.sharding.num_experts, number, group, stream)
+        kernels.publish(dy, None, None, top_k, call.sharding.num_experts, number, group, stream)
         # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
         if block.experts:
             plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
@@ -187,13 +187,16 @@ class PeerMemory:
             scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
             alone = block.down_bias is None
             kernels.backward_parallel(
-                all_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
+                other_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
                 block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
                 scores, up_grads, down_grads[0] if need_down else None, up_bias_grads,
-                down_bias_grads[0] if need_down_bias else None, alone, group, stream,
+                down_bias_grads[0] if need_down_bias else None, dy, x, alone, group, stream,
             )  # fmt: skip
             del scratch
             if not alone:
+                first = windows.rank * windows.capacity
+                missing = dy.new_zeros(windows.capacity - dy.shape[0], dy.shape[1])
+                all_dy = torch.cat([other_dy[:first], dy, missing, other_dy[first:]])
                 scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
                 kernels.finish(all_ids, scores, plan, block.room, group, stream)
         else:

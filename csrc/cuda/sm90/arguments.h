@@ -73,6 +73,14 @@ struct Sizes {
 // sorted rows of one expert each) in order of rows.
 constexpr int kBlockRows = 128;
 
+// Rows of tokens [tokens, H], by their place (Plan::token). Only in an exchange are there `own` ones.
+struct TokenRows {
+  const void* rows;
+  const void* own;
+
+  TokenRows(const void* rows = nullptr, const void* own = nullptr) : rows(rows), own(own) {}
+};
+
 struct Plan {
   static constexpr int kHeader = 64;  // ints before the arrays
   static constexpr int kTickets = 8;  // ticket counters
@@ -85,11 +93,14 @@ struct Plan {
   int* blocks;         // [max_blocks][4]: of the block's group: expert, first row, end of its rows, RowGroup::word
   int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
-  int* token;          // [S] token of each sorted position
+  int* token;          // [S] place of each sorted position's token: its number. See own_count
   int* rows;           // 1: sorted rows that have an expert
   int* landed;         // [S / kChunk] units of each chunk of sorted rows whose tokens were pulled, see exchange.h
   int* places;         // [Places::kWeights][E] of weights whose places are not 0, 1, 2, ...
   int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
+  // In an exchange, so many tokens from that one on are this rank's own, and their rows lie apart from the others':
+  // they have places of their own, from the lowest int on, and the tokens behind them move up.
+  int own_first, own_count;
 
   static int64_t max_blocks(const Sizes& n) {
     const int64_t slots = n.slots();
@@ -117,7 +128,7 @@ struct Plan {
     plan.landed = plan.token + n.slots();
     plan.places = plan.landed + chunks(n.slots());
     plan.room = n.slots();
-    return plan;
+    return plan;  // no own ones
   }
 };
 
@@ -154,7 +165,7 @@ struct ForwardArguments {
   bool transposed;
   Activation activation;
   Plan plan;
-  const void* x;
+  TokenRows x;
   Weight up[2];
   Weight down;
   const void* up_bias[2];  // null: none
@@ -259,7 +270,7 @@ struct DownGradArguments {
   bool transposed;
   Activation activation;
   Plan plan;
-  const void* dy;
+  TokenRows dy;
   Weight down;
   const void* h;
   const void* weights;
@@ -294,7 +305,7 @@ struct WeightGradArguments {
   Plan plan;
   const void* dense;
   Parts parts;  // of dense
-  const void* gathered;
+  TokenRows gathered;
   int64_t gathered_columns;
   bool dense_first;
   void* out;
@@ -303,14 +314,14 @@ struct WeightGradArguments {
 const char* weight_grad(const WeightGradArguments& arguments, void* stream);
 
 // The gradient of a bias: out [E, columns] = per expert the sum over its sorted rows, of panels or, if these are null,
-// of weight * dy[token of row], dy [T, columns].
+// of weight * dy[token of row].
 struct BiasGradArguments {
   Sizes sizes;
   Dtype dtype;
   Plan plan;
   const void* panels;
   Parts parts;  // of panels, or of dy
-  const void* dy;
+  TokenRows dy;
   const void* weights;
   Dtype weights_dtype;
   void* out;

@@ -19,9 +19,8 @@ __device__ __forceinline__ int id_at(const void* ids, Dtype dtype, int64_t i, in
 }
 
 __global__ void __launch_bounds__(kExchangeThreads)
-    publish_kernel(const __grid_constant__ Group g, int call, bool routed, const uint4* rows, uint4* own,
-                   int64_t chunks, const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts,
-                   int top_k) {
+    publish_kernel(const __grid_constant__ Group g, int call, bool routed, const uint4* rows, int64_t chunks,
+                   const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts, int top_k) {
   const int64_t threads = int64_t(gridDim.x) * blockDim.x, thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (tokens <= g.capacity) {
     uint4* const to = in_window<uint4>(g, g.rank, g.window.rows);
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
         if (i + j * threads < chunks) part[j] = ptx::load_once(rows + i + j * threads);
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j)
-        if (i + j * threads < chunks) to[i + j * threads] = own[i + j * threads] = part[j];
+        if (i + j * threads < chunks) to[i + j * threads] = part[j];
     }
     if (routed) {
       int* const to_ids = in_window<int>(g, g.rank, g.window.ids);
@@ -187,8 +186,7 @@ const char* publish(const PublishArguments& in, void* stream) {
   const int64_t chunks = n.tokens * n.hidden / 8;
   publish_kernel<<<grid_for(chunks / kInFlight + n.slots() / 4, 2 * multiprocessors()), kExchangeThreads, 0,
                    static_cast<cudaStream_t>(stream)>>>(
-      in.group, in.call, in.routed, static_cast<const uint4*>(in.rows),
-      static_cast<uint4*>(in.all_rows) + in.group.rank * in.group.capacity * n.hidden / 8, chunks, in.ids, in.ids_dtype,
+      in.group, in.call, in.routed, static_cast<const uint4*>(in.rows), chunks, in.ids, in.ids_dtype,
       Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts), int(n.top_k));
   return check(cudaGetLastError());
 }

@@ -3,7 +3,8 @@
 //
 // One *exchange* is one pass (forward, or backward) of one block over all ranks:
 //
-//   publish   every rank copies its rows (x, or dy) and its routing into its window and tells the others so
+//   publish   every rank copies its rows (x, or dy) and its routing into its window and tells the others so; itself it
+//             uses them where they were
 //   collect   every rank reads the routing of all ranks: from here on it works on the tokens of all ranks as if they
 //             were its own, number source * capacity + token, of which those without an expert here have none
 //   pull      the rows that are needed here are read from the other ranks' windows, each once
@@ -83,7 +84,6 @@ struct PublishArguments {
   int call;
   bool routed;
   const void* rows;
-  void* all_rows;  // [ranks * capacity, H], this rank's part of which is filled too
   const void* ids;
   Dtype ids_dtype;
   const void* weights;
@@ -105,7 +105,7 @@ struct CollectArguments {
 const char* collect(const CollectArguments& arguments, void* stream);
 
 // What a product that gathers rows does beside: its first `ctas` CTAs read those of the tokens that have an expert here
-// into rows [ranks * capacity, H] before they take part; 0: nothing.
+// into rows [(ranks - 1) * capacity, H], by their places, before they take part; 0: nothing.
 struct Pull {
   Group group;
   void* rows;

@@ -26,7 +26,7 @@ const char* run(const ForwardArguments& in, void* stream) {
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets;
-  p.x = static_cast<const T*>(in.x);
+  p.x = in.x;
   p.h = static_cast<T*>(in.h);
   p.a_out = static_cast<T*>(in.a);
   p.rows = static_cast<T*>(in.rows);

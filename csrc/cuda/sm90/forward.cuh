@@ -30,7 +30,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
     Plan plan;
     int* error;
     int* ticket;
-    const T* x;
+    TokenRows x;
     T* h;  // may be null
     T* a_out;
     T* rows;

@@ -16,7 +16,7 @@ const char* run_down(const DownGradArguments& in, void* stream) {
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 1;
-  p.dy = static_cast<const T*>(in.dy);
+  p.dy = in.dy;
   p.h = static_cast<const T*>(in.h);
   p.weights = {const_cast<void*>(in.weights), in.weights_dtype};
   p.dh = static_cast<T*>(in.dh);

@@ -26,7 +26,7 @@ struct DownGrad : Common<> {
     Plan plan;
     int* error;
     int* ticket;
-    const T* dy;
+    TokenRows dy;
     const T* h;
     Numbers weights;
     T* dh;

@@ -39,19 +39,25 @@ __device__ __forceinline__ void copy_rows(uint4* const (&to)[2], const uint4* co
   }
 }
 
-// The token of sorted row `row` if it has to be read for that row, else -1: tokens of this rank are in their place
-// already, others are read for the first of their rows.
+// The token at a place that is not an own one's.
+__device__ __forceinline__ int token_at(const Plan& plan, int place) {
+  return place < plan.own_first ? place : place + plan.own_count;
+}
+
+// The place of sorted row `row`'s token if it has to be read for that row, else -1: others than those of this rank are,
+// for the first of their rows.
 __device__ __forceinline__ int wanted_token(const Pull& pull, const Plan& plan, int row, int count) {
   if (row >= count) return -1;
-  const int token = __ldg(plan.token + row);
-  if (token / int(pull.group.capacity) == pull.group.rank) return -1;
+  const int place = __ldg(plan.token + row);
+  if (place < 0) return -1;
+  const int token = token_at(plan, place);
   bool first = true;  // no way out of the loop: its loads are under way together
 #pragma unroll 8
   for (int k = 0; k < pull.top_k; ++k) {
     const int other = __ldg(plan.position + static_cast<int64_t>(token) * pull.top_k + k);
     first = first && !(other >= 0 && other < row);
   }
-  return first ? token : -1;
+  return first ? place : -1;
 }
 
 // One warp's part of the work: the tokens of every `warps`-th unit of sorted rows from the `warp`-th on. In order of
@@ -65,27 +71,27 @@ __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, i
   const auto look_up = [&](int unit) {
     return lane < kUnit ? wanted_token(pull, plan, unit * kUnit + lane, wanted_rows) : -1;
   };
-  const auto place = [&](int token) { return static_cast<uint4*>(pull.rows) + static_cast<int64_t>(token) * chunks; };
-  const auto source = [&](int token) {
-    const int rank = token / capacity;
+  const auto target = [&](int place) { return static_cast<uint4*>(pull.rows) + static_cast<int64_t>(place) * chunks; };
+  const auto source = [&](int place) {
+    const int token = token_at(plan, place), rank = token / capacity;
     return in_window<const uint4>(g, rank, g.window.rows) + static_cast<int64_t>(token - rank * capacity) * chunks;
   };
   int next = look_up(warp);
   for (int unit = warp; unit * kUnit < count; unit += warps) {
-    const int token = next;
+    const int place = next;
     next = look_up(unit + warps);
     const auto take = [&](unsigned& wanted) {
-      const int found = __shfl_sync(~0u, token, __ffs(wanted) - 1);
+      const int found = __shfl_sync(~0u, place, __ffs(wanted) - 1);
       wanted &= wanted - 1;
       return found;
     };
-    for (unsigned wanted = __ballot_sync(~0u, token >= 0); wanted;) {
+    for (unsigned wanted = __ballot_sync(~0u, place >= 0); wanted;) {
       const int first = take(wanted);
       if (wanted) {
         const int second = take(wanted);
-        copy_rows({place(first), place(second)}, {source(first), source(second)}, chunks);
+        copy_rows({target(first), target(second)}, {source(first), source(second)}, chunks);
       } else {
-        copy_row(place(first), source(first), chunks);
+        copy_row(target(first), source(first), chunks);
       }
     }
     __syncwarp();

@@ -7,6 +7,20 @@ namespace mok::sm90 {
 
 __host__ __device__ inline int steps_of(int k) { return (k + kTileK - 1) / kTileK; }
 
+// Where the rows of tokens are, from a column on.
+struct RowAddresses {
+  uint64_t rest, own;  // of place 0; of the lowest int's, had that been the number 2^31
+  uint32_t stride;     // bytes
+
+  __device__ __forceinline__ RowAddresses(const TokenRows& rows, int columns, int column)
+      : rest(reinterpret_cast<uint64_t>(rows.rows) + column * 2), stride(columns * 2) {
+    own = reinterpret_cast<uint64_t>(rows.own) + column * 2 - (static_cast<uint64_t>(stride) << 31);
+  }
+  __device__ __forceinline__ uint64_t of(int place) const {
+    return (place < 0 ? own : rest) + static_cast<uint64_t>(static_cast<uint32_t>(place)) * stride;
+  }
+};
+
 // One thread's share of a tile of gathered rows of k elements. Every row has its address in registers of its own, which
 // changes once in four steps: copies that share a register for their addresses wait for one another.
 template <class T>
@@ -19,9 +33,10 @@ struct RowGather {
   bool tall;  // whether the tile has more than its first half
   uint64_t row[kRows];
 
-  // Rows token[0] to token[count - 1] of `data`; rows past them repeat the first: rows do not mix, and theirs are not
+  // Rows token[0] to token[count - 1] of `rows`; rows past them repeat the first: rows do not mix, and theirs are not
   // stored.
-  __device__ __forceinline__ RowGather(const T* data, const int* token, int count, int k, int thread) : place(thread) {
+  __device__ __forceinline__ RowGather(const TokenRows& rows, const int* token, int count, int k, int thread)
+      : place(thread) {
     const int first = thread / 8;
     last = first + (kRows - 1) * GatherPlace::kStride < kTileM;
     tall = count > kTileM / 2;
@@ -31,9 +46,9 @@ struct RowGather {
       const int r = first + j * GatherPlace::kStride;
       from[j] = token[r < count ? r : 0];
     }
+    const RowAddresses addresses(rows, k, thread % 8 * 8);
 #pragma unroll
-    for (int j = 0; j < kRows; ++j)
-      row[j] = reinterpret_cast<uint64_t>(data + static_cast<int64_t>(from[j]) * k + thread % 8 * 8);
+    for (int j = 0; j < kRows; ++j) row[j] = addresses.of(from[j]);
   }
 
   // The next step, `phase` of every four; `left` columns of the rows are left, what lies past them becomes zero.

@@ -3,6 +3,7 @@
 #include <cooperative_groups.h>
 
 #include <algorithm>
+#include <climits>
 
 #include "launch.cuh"
 #include "rows.cuh"
@@ -19,6 +20,12 @@ __host__ __device__ int sort_grid(int64_t slots) {
   constexpr int kMost = 64;
   const int64_t wanted = (slots + kSortThreads - 1) / kSortThreads;
   return wanted < 1 ? 1 : wanted < kMost ? int(wanted) : kMost;
+}
+
+// As Plan::token has it.
+__device__ __forceinline__ int place_of_token(const Plan& plan, int token) {
+  const int own = token - plan.own_first;
+  return own < 0 ? token : own < plan.own_count ? own | INT_MIN : token - plan.own_count;
 }
 
 // Exclusive prefix sum over the CTA's threads; `sums` is shared memory of kWarps ints.
@@ -131,7 +138,7 @@ __global__ void __launch_bounds__(kSortThreads)
     if (b >= 0) {
       const int at = mine[b] + __popc(same & ((1u << lane) - 1));
       order[at] = slot;
-      plan.token[at] = slot / top_k;
+      plan.token[at] = place_of_token(plan, slot / top_k);
       plan.position[slot] = b < experts ? at : -1;
     }
     __syncwarp();
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int exper
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < slots; i += gridDim.x * blockDim.x) {
     const int slot = plan.order[i];
     plan.position[slot] = i < valid ? i : -1;
-    plan.token[i] = slot / top_k;
+    plan.token[i] = place_of_token(plan, slot / top_k);
   }
 }
 

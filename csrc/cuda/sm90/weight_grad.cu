@@ -24,7 +24,7 @@ const char* run(const WeightGradArguments& in, void* stream) {
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + in.ticket;
-  p.gathered = static_cast<const T*>(in.gathered);
+  p.gathered = in.gathered;
   p.experts = int(in.sizes.experts);
   p.gathered_columns = int(in.gathered_columns);
   p.gathered_tiles = int((in.gathered_columns + kTileM - 1) / kTileM);

@@ -34,7 +34,7 @@ struct WeightGrad : Common<> {
     Plan plan;
     int* error;
     int* ticket;
-    const T* gathered;  // [tokens, gathered_columns]
+    TokenRows gathered;  // [tokens, gathered_columns]
     int experts, gathered_columns, gathered_tiles, dense_tiles;
     int panels, part;  // of the dense side: all of them, and those of a part
   };
@@ -79,8 +79,7 @@ struct WeightGrad : Common<> {
     static_assert(kRows <= 8, "a lane for each row of a step");
 
     GatherPlace place;
-    uint64_t data;       // address of this thread's first column in row 0
-    uint32_t stride;     // bytes
+    RowAddresses rows;   // from this thread's first column on
     int inside;          // groups of this thread that exist
     int left;            // rows that are left, counted from this thread's first
     bool last;           // whether the last of the rows lies in the stage
@@ -89,10 +88,9 @@ struct WeightGrad : Common<> {
     int token[kUnroll];  // look-ups of two batches
     uint64_t at[kRows];  // where the rows of the next step are
 
-    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread) : place(thread) {
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
+        : place(thread), rows(p.gathered, p.gathered_columns, task.row + thread % 8 * 8) {
       const int first = thread / 8, column = task.row + thread % 8 * 8;
-      data = reinterpret_cast<uint64_t>(p.gathered + column);
-      stride = p.gathered_columns * 2;
       inside = (p.gathered_columns - column + 63) / 64;
       left = task.kind - first;
       last = first + (kRows - 1) * kStride < kTileK;
@@ -111,10 +109,7 @@ struct WeightGrad : Common<> {
     // The rows of the step of that phase.
     __device__ __forceinline__ void find(int phase) {
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const uint32_t number = __shfl_sync(~0u, token[phase], j, 8);
-        at[j] = data + static_cast<uint64_t>(number) * stride;
-      }
+      for (int j = 0; j < kRows; ++j) at[j] = rows.of(__shfl_sync(~0u, token[phase], j, 8));
       if (phase % kBatch == kBatch - 1) look_up(phase - (kBatch - 1));
     }
     __device__ __forceinline__ void step(const Params&, const Task&, int, int phase, uint32_t stage) {
