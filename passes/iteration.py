@@ -50,6 +50,7 @@ from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
+_WHOLE = (torch.int32, torch.int64)  # dtypes of counts that Python adds up
 
 
 class _Domain(Exception):
@@ -63,10 +64,12 @@ class _Domain(Exception):
 @dataclass(frozen=True)
 class Known:
     """The places of local variables of which the graph up to the loop says more: `masks` hold zeros, and at most one 1
-    in each row, `distinct` integers of which no two in a row are alike."""
+    in each row, `distinct` integers of which no two in a row are alike. `counted`: pairs of counts, none below zero,
+    and of the tensor whose number of rows they add up to."""
 
     masks: frozenset[int] = frozenset()
     distinct: frozenset[int] = frozenset()
+    counted: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,15 @@ class Turn:
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
         return isinstance(source, Local) and source.place in self._known.distinct
 
+    def are_counted(self, counts: Value, rows: Value) -> bool:
+        """Whether `counts`, one for each expert, are known to add up to the number of `rows`."""
+        while counts.op in (aten._to_copy.default, aten.alias.default, aten.detach.default):
+            if counts.meta.dtype not in _WHOLE:
+                return False
+            counts = counts.args[0]
+        sources = [self.recorder.sources.get(v.args[0]) if v.op == "input" else None for v in (counts, rows)]
+        return all(isinstance(s, Local) for s in sources) and tuple(s.place for s in sources) in self._known.counted
+
     def is_start(self, value: Value) -> bool:
         """Whether `value` is what the total was before the turn."""
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
@@ -382,7 +394,7 @@ class Turn:
         elif isinstance(items, Counted):
             self._counted, size = items.items, items.items.shape[0]
             # Running counts in a narrower type would not be those that the op is given.
-            exact = items.items.dtype in (torch.int32, torch.int64)
+            exact = items.items.dtype in _WHOLE
             if items.items.dim() != 1 or not exact or not isinstance(size, int):
                 raise Break("no-match", "the loop does not go over one count for each expert")
             make = lambda index: (index, Count(self.rows == 0))  # noqa: E731

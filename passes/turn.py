@@ -372,6 +372,8 @@ def _segment(facts, value, rows, n):
     counts = facts.turn.counts
     if counts is None or facts.of(rows) is not None or not rows.meta.dtype.is_floating_point:
         return None
+    if not facts.turn.are_counted(counts, rows):
+        raise Break("no-match", "the counts of each expert's rows are not proven to be those of all rows")
     ids = facts.derived(ROW_IDS, (counts, rows), counts, rows.meta.shape[:1], torch.int64)
     return Rows(rows, 1, ids, "segment", dtypes=frozenset([rows.meta.dtype]))
 

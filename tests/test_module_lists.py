@@ -713,6 +713,94 @@ class SortedInBytes(Sorted):
         return counts.to(torch.uint8)
 
 
+class Joined(Sorted):
+    """What is joined is used as it is, whatever rows the counts leave out."""
+
+    def moe(self, x, ids, weights):
+        counts = self.counted(ids)
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        outputs = []
+        start = 0
+        for i, count in enumerate(counts):
+            end = start + count
+            if count == 0:
+                continue
+            outputs.append(self.experts[i](rows[start:end]))
+            start = end
+        joined = torch.cat(outputs)
+        return x + joined.mean(0) * weights.sum() + joined.shape[0]
+
+    def scattered(self, ids):
+        return ids.new_zeros(ids.shape[0], E).scatter_(1, ids, 1)
+
+
+class Capped(Joined):
+    def counted(self, ids):
+        return self.scattered(ids).sum(0).clamp(max=2)
+
+
+class CappedInPlace(Joined):
+    def counted(self, ids):
+        counts = self.scattered(ids).sum(0)
+        counts.clamp_(max=2)
+        return counts
+
+
+class CappedInPart(Joined):
+    def counted(self, ids):
+        counts = self.scattered(ids)
+        counts[:4].zero_()
+        return counts.sum(0)
+
+
+class CappedInNumpy(Joined):
+    def counted(self, ids):
+        return self.scattered(ids).sum(0).numpy().clip(max=2)
+
+
+class OneLess(Joined):
+    def counted(self, ids):
+        return (self.scattered(ids).sum(0) - 1).relu()
+
+
+class FirstSlots(Joined):
+    def counted(self, ids):
+        return F.one_hot(ids[:, 0], E).sum(0)
+
+
+class TwiceTheSame(Joined):
+    """A token that is counted once has two rows."""
+
+    def counted(self, ids):
+        return self.scattered(ids // 2 * 2).sum(0)
+
+
+class TwiceInPlace(Joined):
+    def counted(self, ids):
+        others = ids + 0
+        others[:, 1] = others[:, 0]
+        return self.scattered(others).sum(0)
+
+
+class SomeBins(Joined):
+    def counted(self, ids):
+        return torch.histc((ids * 2).float(), bins=E, min=0, max=E - 1).long()
+
+
+class NoNumbersOfOthers(Joined):
+    """Expert numbers that are nobody's are left out."""
+
+    def counted(self, ids):
+        return ((ids + 1)[..., None] == torch.arange(E)).sum((0, 1))
+
+
+class CheckedForMore(Joined):
+    def counted(self, ids):
+        others = ids * 2
+        assert F.one_hot(others, 2 * E).shape[-1] == 2 * E
+        return (others[..., None] == torch.arange(E)).sum((0, 1))
+
+
 class NumberKept(Ranged):
     """A function that is made before the loop and called after it reads what the loop goes by."""
 
@@ -1076,7 +1164,12 @@ def inner_hook():
     return block
 
 
+MISCOUNTED = [
+    Capped, CappedInPlace, CappedInPart, CappedInNumpy, OneLess, FirstSlots, TwiceTheSame, TwiceInPlace, SomeBins,
+    NoNumbersOfOthers, CheckedForMore,
+]  # fmt: skip
 ALTERED = [
+    *MISCOUNTED,
     OtherToken, OtherSlot, NumberLeft, NumberKept, CountsInBytes, CountsOthers, LeastCounts, FirstRows,
     ZippedWithOthers, ZippedLater, FromOne, SortedAndCounted, SortedFirst, SortedInBytes,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
@@ -1102,6 +1195,38 @@ def test_what_is_something_else_stays(make):
         (a,), (b,) = torch.autograd.grad(wanted, x, seed), torch.autograd.grad(found, x, seed)
         assert_close(b, a)
     assert not any(site.detail == LOOP for site in traced.report.sites), traced.report
+
+
+@pytest.mark.parametrize("make", MISCOUNTED)
+def test_a_loop_through_rows_that_others_were_counted_for_says_so(make):
+    block, x = make(), tokens(2, 9)
+    (site,) = explain(block)(x).sites
+    assert site.status == "missed" and "those of all rows" in site.detail, site
+
+
+# All counts of all rows.
+COUNTS = {
+    "scattered": lambda ids: ids.new_zeros(ids.shape[0], E).scatter_(1, ids, 1).sum(0),
+    "booleans": lambda ids: torch.zeros(ids.shape[0], E, dtype=torch.bool).scatter(1, ids, True).sum(0),
+    "added": lambda ids: torch.zeros(E, dtype=torch.int64).scatter_add_(0, ids.view(-1), torch.ones_like(ids.view(-1))),
+    "one-hot": lambda ids: F.one_hot(ids, E).sum((0, 1)),
+    "one-hot, one after the other": lambda ids: F.one_hot(ids.view(-1), E).permute(1, 0).sum(1).to(torch.int32),
+    "checked": lambda ids: F.one_hot(ids % E, E).sum((0, 1)),
+    "compared": lambda ids: (ids == torch.arange(E)[:, None, None]).sum((1, 2)),
+    "histogram": lambda ids: torch.histc(ids.float(), bins=E, min=0, max=E - 1).int(),
+    "numpy": lambda ids: ids.new_zeros(ids.shape[0], E).scatter_(1, ids, 1).sum(0).cpu().numpy(),
+    "written elsewhere": lambda ids: ids.new_zeros(ids.shape[0], 2 * E)[:, :E].zero_().scatter_(1, ids, 1).sum(0),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_counts_of_all_rows(counts, dynamic):
+    class Given(Joined):
+        def counted(self, ids):
+            return COUNTS[counts](ids)
+
+    check(Given(), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed])

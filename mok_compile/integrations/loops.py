@@ -334,12 +334,12 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         if owner in distrusted:
             raise Break("verify", distrusted[owner])
         told = (frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct))
-        known = Known(*told)
+        known = Known(*told, _counted(live, nodes) if cut.appends else frozenset())
         engine = our_options().engine
         plan, reach = proven(
             cut,
             owner,
-            (*live, known.masks, known.distinct, engine),
+            (*live, known.masks, known.distinct, known.counted, engine),
             lambda reach: _written(understand(cut, owner, live, known, reach), owner, engine),
         )
         guard(owner, source, reach)
@@ -354,6 +354,16 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         return None
     refused.pop(owner, None)
     return plan
+
+
+def _counted(live: tuple, nodes: list) -> frozenset[tuple[int, int]]:
+    """The pairs of `Known.counted`."""
+    from mok_compile.passes.counted import added_up
+    from mok_compile.passes.rules import same
+
+    lengths = {i: live[i].shape[0] for i, n in enumerate(nodes) if n is not None and live[i].dim()}
+    sums = {i: added_up(nodes[i]) for i in lengths if live[i].dim() == 1}
+    return frozenset((i, j) for i, n in sums.items() if n is not None for j, size in lengths.items() if same(n, size))
 
 
 def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
