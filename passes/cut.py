@@ -26,9 +26,12 @@ from dataclasses import dataclass
 # Calls of statements before a loop that prepare it: which experts are hit, which tokens are theirs. This only bounds
 # what is cut out with the loop; what it means is proven.
 _PREPARES = {
-    "arange", "argwhere", "bincount", "bool", "flatten", "greater", "gt", "int", "len", "long", "ne", "nonzero",
-    "one_hot", "permute", "reshape", "sum", "t", "tolist", "transpose", "unique", "unsqueeze", "view",
+    "arange", "argwhere", "bincount", "bool", "cpu", "flatten", "greater", "gt", "int", "len", "long", "ne", "nonzero",
+    "numpy", "one_hot", "permute", "reshape", "sum", "t", "tolist", "transpose", "unique", "unsqueeze", "view",
 }  # fmt: skip
+# Of these, those that make the counts of a loop that appends, and those at which the graph breaks there.
+_COUNTING = {"bincount", "cpu", "numpy", "sum", "tolist"}
+_BREAKING = {"bincount", "tolist"}
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 _ADDS = ("index_add_", "index_add")
 # What a loop calls and does that adds with ``total[rows] += ...``.
@@ -80,8 +83,11 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     body, at = found[0]
     loop, owner = body[at], tree.args.args[0].arg
     total, appends = _adds_onto(loop)
+    if appends:
+        body[:at] = [part for statement in body[:at] for part in _in_parts(statement)]
+        at = body.index(loop)
     reached = _reached(tree.body, loop)
-    region = [*([] if appends else _preparation(reached, body, at)), loop]
+    region = [*_preparation(reached, body, at, owner, appends), loop]
     inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
     known = outside.stored | {a.arg for a in _arguments(tree.args)}
     # What the loop goes by is set at the start of each turn, whatever it was before.
@@ -342,29 +348,58 @@ def _after(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int) -> list[ast.stmt]:
-    """The statements before a loop that serve it alone, in order."""
+def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int, owner: str, counts: bool) -> list[ast.stmt]:
+    """The statements before a loop that serve it alone, in order; only those that make `counts` in Python, if set."""
+    prepares = _counts if counts else _prepares
     taken, passed = [body[at]], []
-    for statement in reversed(body[:at]):
+    for i, statement in reversed(list(enumerate(body[:at]))):
         names, skipped = _Names(_statements([statement])), _Names(_statements(passed))
-        rest = _Names(reached - set(_statements([*taken, statement])))
+        # Counts have one name all the way; what runs before knows another value by it.
+        before = body[:i] if counts else []
+        rest = _Names(reached - set(_statements([*before, *taken, statement])))
         serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & rest.loaded
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
-        if serves and moves and _prepares(statement):
+        if serves and moves and prepares(statement):
             taken.insert(0, statement)
-        elif _writes_in_place(statement):
+        elif _writes_in_place(statement) or (counts and _calls_out(statement, owner)):
             break  # what was computed before, maybe from another view of what this writes into, stays before
         else:
             passed.append(statement)
+    while counts and _called(taken[0]).isdisjoint(_BREAKING) and taken[0] is not body[at]:
+        del taken[0]
     return taken[:-1]
 
 
 def _prepares(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.With):
         return _no_grad(statement) and all(map(_prepares, statement.body))
+    return _assigns_names(statement) and _called(statement) <= _PREPARES and not _is_arithmetic(statement)
+
+
+def _counts(statement: ast.stmt) -> bool:
+    """Whether `statement` prepares the counts of a loop that appends, and not its rows."""
+    return not _called(statement).isdisjoint(_COUNTING) and _prepares(statement)
+
+
+def _in_parts(statement: ast.stmt) -> list[ast.stmt]:
+    """``a = f(b).tolist()`` as ``a = f(b)`` and ``a = a.tolist()``, of which the loop takes the second along."""
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    names = call is not None and [type(target) for target in statement.targets] == [ast.Name]
+    if not names or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return [statement]
+    if call.func.attr != "tolist" or call.args or call.keywords or isinstance(call.func.value, ast.Name):
+        return [statement]
+    counts = ast.copy_location(ast.Name(statement.targets[0].id, ast.Load()), call)
+    method = ast.copy_location(ast.Attribute(counts, "tolist", ast.Load()), call)
+    then = ast.Assign(copy.deepcopy(statement.targets), ast.copy_location(ast.Call(method, [], []), call))
+    statement.value = call.func.value
+    return [statement, ast.copy_location(then, statement)]
+
+
+def _called(statement: ast.stmt) -> set[str | None]:
+    """The names of what `statement` calls."""
     calls = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call))
-    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", None) for f in calls}
-    return _assigns_names(statement) and names <= _PREPARES and not _is_arithmetic(statement)
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", None) for f in calls}
 
 
 def _is_arithmetic(statement: ast.Assign | ast.AugAssign) -> bool:
@@ -381,6 +416,15 @@ def _writes_in_place(statement: ast.stmt) -> bool:
     methods = (n.func.attr for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
     written = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in nodes)
     return written or any(isinstance(n, ast.AugAssign) for n in nodes) or any(m.endswith("_") for m in methods)
+
+
+def _calls_out(statement: ast.stmt, owner: str) -> bool:
+    """Whether `statement` calls what may write into a tensor out of sight: a method of `owner`, a function that is
+    neither Python's nor a module's."""
+    functions = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    if any(isinstance(f, ast.Name) and not hasattr(builtins, f.id) for f in functions):
+        return True
+    return any(isinstance(n, ast.Name) and n.id == owner for f in functions for n in ast.walk(f))
 
 
 def _no_grad(statement: ast.With) -> bool:

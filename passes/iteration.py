@@ -51,6 +51,10 @@ from mok_compile.passes.view import Cell, Value, View
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
 _WHOLE = (torch.int32, torch.int64)  # dtypes of counts that Python adds up
+_SAME = (
+    *(aten._to_copy.default, aten.alias.default, aten.detach.default),
+    *(aten.view.default, aten._unsafe_view.default),
+)
 
 
 class _Domain(Exception):
@@ -64,12 +68,13 @@ class _Domain(Exception):
 @dataclass(frozen=True)
 class Known:
     """The places of local variables of which the graph up to the loop says more: `masks` hold zeros, and at most one 1
-    in each row, `distinct` integers of which no two in a row are alike. `counted`: pairs of counts, none below zero,
-    and of the tensor whose number of rows they add up to."""
+    in each row, `distinct` integers of which no two in a row are alike. `counted` and `sized`: pairs of integers and of
+    a tensor that has as many rows as these add up to, none below zero, or as there are of them."""
 
     masks: frozenset[int] = frozenset()
     distinct: frozenset[int] = frozenset()
     counted: frozenset[tuple[int, int]] = frozenset()
+    sized: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,12 @@ def _prove(
     return turn.conclude(result, known)
 
 
+def _without(value: Value, ops: tuple) -> Value:
+    while value.op in ops:
+        value = value.args[0]
+    return value
+
+
 class Pinned(Exception):
     """A size that was a symbol is a number from now on."""
 
@@ -186,6 +197,7 @@ class Turn:
         self._counted: torch.Tensor | None = None
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self.looked_up: list[torch.Tensor] = []  # of which the turn takes its expert's entry as the number of its rows
+        self.picked_of: set[int] = set()  # how many experts there are where the turn takes its own from
         self._total: Any = None
         self._known = Known()
         self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
@@ -326,12 +338,16 @@ class Turn:
 
     def are_counted(self, counts: Value, rows: Value) -> bool:
         """Whether `counts`, one for each expert, are known to add up to the number of `rows`."""
-        while counts.op in (aten._to_copy.default, aten.alias.default, aten.detach.default):
+        known = self._known.counted
+        while counts.op in (*_SAME, aten.sum.dim_IntList):
             if counts.meta.dtype not in _WHOLE:
                 return False
             counts = counts.args[0]
+        if counts.op is loop_ops.tally.default and self.picked_of == {counts.args[1]}:
+            # All numbers are counted: one of an expert beyond these has eager fail.
+            counts, known = _without(counts.args[0], _SAME), self._known.sized
         sources = [self.recorder.sources.get(v.args[0]) if v.op == "input" else None for v in (counts, rows)]
-        return all(isinstance(s, Local) for s in sources) and tuple(s.place for s in sources) in self._known.counted
+        return all(isinstance(s, Local) for s in sources) and tuple(s.place for s in sources) in known
 
     def is_start(self, value: Value) -> bool:
         """Whether `value` is what the total was before the turn."""

@@ -310,6 +310,7 @@ class Group:
     def __getitem__(self, key: Any) -> Expert:
         """The expert that stands for all that `key` can mean."""
         lo, hi = self._turn.range
+        self._turn.picked_of.add(len(self._modules))
         if hi > len(self._modules):
             raise Split(len(self._modules)) if lo < len(self._modules) else Absent
         if isinstance(key, Index) and isinstance(self._modules, torch.nn.ModuleDict):
@@ -372,6 +373,7 @@ class Listed:
         first, same_kind = self._tensors[0], {(t.shape, t.dtype, t.device) for t in self._tensors}
         if not isinstance(key, Index) or hi > len(self._tensors) or lo != 0 or len(same_kind) > 1:
             raise Break("no-match", "the loop picks from a list by something else than an expert's number")
+        self._turn.picked_of.add(len(self._tensors))
         shape = (hi, *first.shape)
         return loop_ops.pick(self._turn.recorder.empty(shape, first, Local(self._place, listed=True)), False)
 
@@ -413,6 +415,7 @@ class Indexing(TorchFunctionMode):
     def _pick(self, tensor: torch.Tensor, index: Index) -> torch.Tensor:
         if tensor.shape[0] < index.hi:
             raise Split(tensor.shape[0]) if index.lo < tensor.shape[0] else Absent
+        self.turn.picked_of.add(tensor.shape[0])
         return loop_ops.pick(tensor, index.dims == 1)
 
     def _segment(self, tensor: torch.Tensor, key: slice) -> torch.Tensor:

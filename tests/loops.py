@@ -324,6 +324,23 @@ class Remote(Sorted):
         return weighted.sum(dim=1).type(new_x.dtype) + ranks
 
 
+class Binned(Sorted):
+    """Counts as Python numbers, by `bincount`."""
+
+    def moe(self, x, ids, weights):
+        order = ids.view(-1).argsort(stable=True)
+        counts = torch.bincount(ids.view(-1), minlength=len(self.experts))
+        counts = counts.cpu().tolist()
+        rows = x[order // ids.shape[1]]
+        outputs, start = [], 0
+        for e, count in enumerate(counts):
+            if count > 0:
+                outputs.append(self.experts[e](rows[start : start + count]))
+            start = start + count
+        y = torch.cat(outputs)[order.argsort()].view(*ids.shape, -1)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -349,6 +366,7 @@ FORMS = {
     "kept": Kept,
     "sorted": Sorted,
     "remote": Remote,
+    "binned": Binned,
     "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
     "plain": lambda: Ranged([Plain() for _ in range(E)]),
     "top_1": lambda: Hit(top_k=1),

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from harness import Fused, assert_close, compare
-from loops import FORMS, E, H, Hit, K, Mlp, Plain, Ranged, Sorted, Zipped
+from loops import FORMS, Binned, E, H, Hit, K, Mlp, Plain, Ranged, Sorted, Zipped
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -801,6 +801,89 @@ class CheckedForMore(Joined):
         return (others[..., None] == torch.arange(E)).sum((0, 1))
 
 
+class Listed(Joined):
+    """Counts as Python numbers."""
+
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        counts = self.counted(ids)
+        outputs = []
+        start = 0
+        counts = counts.tolist()
+        for i, count in enumerate(counts):
+            if count == 0:
+                continue
+            end = start + count
+            outputs.append(self.experts[i](rows[start:end]))
+            start = end
+        joined = torch.cat(outputs)
+        return x + joined.mean(0) * weights.sum() + joined.shape[0]
+
+
+class CappedList(Listed):
+    counted = Capped.counted
+
+
+class ListInBytes(Listed):
+    def counted(self, ids):
+        return self.scattered(ids).to(torch.uint8).sum(0, dtype=torch.uint8)
+
+
+class FewBins(Binned):
+    """Where the graph says nothing of the expert numbers, those of experts beyond the bins may be among them."""
+
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        outputs, start = [], 0
+        for i, count in enumerate(torch.bincount(ids.view(-1), minlength=3).tolist()):
+            if count > 0:
+                outputs.append(self.experts[i](rows[start : start + count]))
+            start = start + count
+        return x + torch.cat(outputs).mean(0) * weights.sum()
+
+
+class BinsOfSums(Binned):
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        outputs, start = [], 0
+        for i, count in enumerate(torch.bincount(ids.sum(1) // 2, minlength=E).tolist()):
+            if count > 0:
+                outputs.append(self.experts[i](rows[start : start + count]))
+            start = start + count
+        return x + torch.cat(outputs).mean(0) * weights.sum()
+
+
+class CappedBins(Binned):
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        outputs, start = [], 0
+        counts = torch.bincount(ids.view(-1), minlength=E).clamp(max=2).tolist()
+        for i, count in enumerate(counts):
+            if count > 0:
+                outputs.append(self.experts[i](rows[start : start + count]))
+            start = start + count
+        return x + torch.cat(outputs).mean(0) * weights.sum()
+
+
+class ChangedBehindTheList(Joined):
+    """What the numbers were taken from is other numbers when the loop begins."""
+
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        counted = self.scattered(ids).sum(0)
+        counts = counted.tolist()
+        self.cap(counted)
+        outputs, start = [], 0
+        for i, count in enumerate(counts):
+            if count > 0:
+                outputs.append(self.experts[i](rows[start : start + count]))
+            start = start + count
+        return x + torch.cat(outputs).mean(0) * weights.sum() + counted.sum()
+
+    def cap(self, counts):
+        counts.clamp_(max=1)
+
+
 class NumberKept(Ranged):
     """A function that is made before the loop and called after it reads what the loop goes by."""
 
@@ -1166,10 +1249,10 @@ def inner_hook():
 
 MISCOUNTED = [
     Capped, CappedInPlace, CappedInPart, CappedInNumpy, OneLess, FirstSlots, TwiceTheSame, TwiceInPlace, SomeBins,
-    NoNumbersOfOthers, CheckedForMore,
+    NoNumbersOfOthers, CheckedForMore, CappedList, FewBins, BinsOfSums, CappedBins,
 ]  # fmt: skip
 ALTERED = [
-    *MISCOUNTED,
+    *MISCOUNTED, ListInBytes, ChangedBehindTheList,
     OtherToken, OtherSlot, NumberLeft, NumberKept, CountsInBytes, CountsOthers, LeastCounts, FirstRows,
     ZippedWithOthers, ZippedLater, FromOne, SortedAndCounted, SortedFirst, SortedInBytes,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
@@ -1227,6 +1310,30 @@ def test_counts_of_all_rows(counts, dynamic):
             return COUNTS[counts](ids)
 
     check(Given(), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("counts", set(COUNTS) - {"numpy"})
+def test_counts_of_all_rows_as_numbers(counts):
+    class Given(Listed):
+        def counted(self, ids):
+            return COUNTS[counts](ids)
+
+    check(Given())
+
+
+def test_counts_made_in_the_header():
+    class Given(Joined):
+        def moe(self, x, ids, weights):
+            rows = x[ids.view(-1).argsort() // ids.shape[1]]
+            marks = self.scattered(ids)
+            outputs, start = [], 0
+            for i, count in enumerate(marks.sum(0, dtype=torch.int32).tolist()):
+                if count > 0:
+                    outputs.append(self.experts[i](rows[start : start + count]))
+                start = start + count
+            return x + torch.cat(outputs).mean(0) * weights.sum()
+
+    check(Given())
 
 
 @pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed])

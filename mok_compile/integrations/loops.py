@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -202,7 +203,14 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return torch.where(hit.any(-1), hit.int().argmax(-1), base.shape[-1])
     if kind == "row_ids":
         rows = _value(owner, live, more[0])
-        return torch.searchsorted(base.cumsum(0), torch.arange(rows.shape[0], device=base.device), right=True)
+        ends = base.to(rows.device).cumsum(0)  # the counts may be in the CPU's memory, for numpy
+        return torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True)
+    if kind == "sum":
+        dims, keepdim, dtype = more
+        return base.sum(dims, keepdim, dtype=dtype)
+    if kind == "tally":
+        base = base.reshape(-1).long()
+        return base.new_zeros(more[0]).scatter_add(0, base, torch.ones_like(base))
     if kind == "gather":
         ids = _slots(_value(owner, live, more[0]))
         return torch.gather(base, 1, ids.long().clamp(0, base.shape[1] - 1))
@@ -334,12 +342,12 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         if owner in distrusted:
             raise Break("verify", distrusted[owner])
         told = (frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct))
-        known = Known(*told, _counted(live, nodes) if cut.appends else frozenset())
+        known = Known(*told, *_counted(live, nodes)) if cut.appends else Known(*told)
         engine = our_options().engine
         plan, reach = proven(
             cut,
             owner,
-            (*live, known.masks, known.distinct, known.counted, engine),
+            (*live, known.masks, known.distinct, known.counted, known.sized, engine),
             lambda reach: _written(understand(cut, owner, live, known, reach), owner, engine),
         )
         guard(owner, source, reach)
@@ -356,14 +364,21 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     return plan
 
 
-def _counted(live: tuple, nodes: list) -> frozenset[tuple[int, int]]:
-    """The pairs of `Known.counted`."""
+def _counted(live: tuple, nodes: list) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+    """The pairs of `Known.counted` and of `Known.sized`."""
     from mok_compile.passes.counted import added_up
     from mok_compile.passes.rules import same
 
-    lengths = {i: live[i].shape[0] for i, n in enumerate(nodes) if n is not None and live[i].dim()}
-    sums = {i: added_up(nodes[i]) for i in lengths if live[i].dim() == 1}
-    return frozenset((i, j) for i, n in sums.items() if n is not None for j, size in lengths.items() if same(n, size))
+    tensors = {i: live[i] for i, n in enumerate(nodes) if n is not None and live[i].dim()}
+    integers = [i for i, t in tensors.items() if not t.dtype.is_floating_point and not t.dtype.is_complex]
+    sums = {i: added_up(nodes[i]) for i, t in tensors.items() if i in integers or t.dim() == 1}
+    sizes = {i: math.prod(live[i].shape) for i in integers}
+
+    def with_rows(numbers: dict) -> frozenset[tuple[int, int]]:
+        known = ((i, n) for i, n in numbers.items() if n is not None)
+        return frozenset((i, j) for i, n in known for j, t in tensors.items() if same(n, t.shape[0]))
+
+    return with_rows(sums), with_rows(sizes)
 
 
 def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
@@ -437,6 +452,14 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         return value.op, recipe(args[0])
     if value.op == ROW_IDS:
         return value.op, recipe(args[0]), recipe(args[1])
+    if value.op is torch.ops.mok_loop.tally.default:
+        counted = args[0]
+        while counted.op in (aten.view.default, aten._unsafe_view.default):
+            counted = counted.args[0]
+        return "tally", recipe(counted), args[1]
+    if value.op is aten.sum.dim_IntList and not value.meta.dtype.is_floating_point:
+        dims, keepdim, *_ = (*args[1:], False)
+        return "sum", recipe(args[0]), dims, keepdim, value.meta.dtype
     if value.op is aten._to_copy.default:
         return method, recipe(args[0]), value.meta.dtype
     if value.op in (aten.slice.Tensor, aten.mul.Tensor, aten.squeeze.dim) and value.number < 0:
