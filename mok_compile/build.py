@@ -131,6 +131,7 @@ def _sm90() -> Target:
         folders=("cuda",),
         sources=(
             Source("cuda/ops.cpp"),
+            Source("cuda/direct.cpp"),
             Source("cuda/exchange_ops.cpp"),
             *(
                 Source(f"cuda/sm90/{n}.cu")

@@ -69,13 +69,19 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
 
 
 def _experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
+    direct = engines.direct.get((engine, "experts"))
+    if direct and (made := direct(x, ids, weights, up, down, up_bias, down_bias, spec, engine)):
+        return tuple(made)
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
     with torch._C._DisableAutocast():
-        return engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=True)
+        return tuple(engines.get(engine).forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=True))
 
 
 def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
+    direct = engines.direct.get((engine, "experts_infer"))
+    if direct and (made := direct(x, ids, weights, up, down, up_bias, down_bias, spec, engine)):
+        return made[0]
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
     with torch._C._DisableAutocast():
@@ -83,11 +89,12 @@ def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
 
 
 def _experts_backward(dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, engine, needs):
-    spec = ExpertsSpec.from_json(spec)
+    operands = (dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets)
+    direct = engines.direct.get((engine, "experts_backward"))
+    if direct and (made := direct(*operands, spec, engine, needs)):
+        return made
     with torch._C._DisableAutocast():
-        return engines.get(engine).backward(
-            dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
-        )
+        return engines.get(engine).backward(*operands, ExpertsSpec.from_json(spec), needs)
 
 
 def _experts_fake(x, ids, weights, up, down, up_bias, down_bias, spec, engine):

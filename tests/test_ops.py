@@ -53,6 +53,37 @@ def test_infer_gives_the_same():
         )
 
 
+def test_an_engines_direct_function_comes_first(monkeypatch):
+    problem = Problem(bias=True)
+    args = (*problem.operands, problem.spec.to_json(), "portable")
+    y, *saved = torch.ops.mok.experts(*args)
+    asked = []
+
+    def direct(op, made):
+        def function(*arguments):
+            asked.append((op, len(arguments)))
+            return made
+
+        monkeypatch.setitem(engines.direct, ("portable", op), function)
+
+    def outputs():
+        with torch.no_grad():
+            made = [*torch.ops.mok.experts(*args), torch.ops.mok.experts_infer(*args)]
+            needs = [True] * 6
+            backward = torch.ops.mok.experts_backward(torch.ones_like(y), *args[:7], *saved, *args[7:], needs)
+        return [*made, *backward]
+
+    expected = outputs()
+    for op in ("experts", "experts_infer", "experts_backward"):
+        direct(op, [])
+    assert all(map(torch.equal, outputs(), expected))  # it refused
+    assert asked == [("experts", 9), ("experts_infer", 9), ("experts_backward", 14)]
+    counts = {"experts": 4, "experts_infer": 1, "experts_backward": 6}
+    for op, count in counts.items():
+        direct(op, [torch.full((2,), float(i)) for i in range(count)])
+    assert [t[0].item() for t in outputs()] == [float(i) for count in counts.values() for i in range(count)]
+
+
 class Spy:
     """An engine that writes down what it is asked for."""
 

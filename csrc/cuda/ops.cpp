@@ -1,6 +1,7 @@
-// The ops mok_sm90::*: tensors in, launches out. The callers (mok_compile/engines/sm90.py) allocate everything, have
-// checked shapes and dtypes, and pass the stream, so that this library needs nothing of libtorch's CUDA part.
-#include "tensors.h"
+// The ops mok_sm90::*: tensors in, launches out. The callers (mok_compile/engines/sm90.py) have checked shapes and
+// dtypes and pass the stream.
+#include "experts.h"
+#include "memory.h"
 
 namespace mok::sm90 {
 namespace {
@@ -30,11 +31,10 @@ struct Block {
 };
 
 // Of kernels that follow on the stream and use the plan.
-Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Integers& addresses, int64_t layout,
-               bool transposed, const Doubles& activation) {
-  const Layout l = layout_of(layout);
-  const Block block{weights_of(up, down, addresses, of.sizes, l, transposed, &of.plan), l, transposed,
-                    activation_of(activation)};
+Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Integers& addresses, Layout layout,
+               bool transposed, const Activation& activation) {
+  const Block block{weights_of(up, down, addresses, of.sizes, layout, transposed, &of.plan), layout, transposed,
+                    activation};
   if (block.weights.scattered) require(tell_places(of.sizes, of.plan, block.weights.places, stream_of(of.stream)));
   return block;
 }
@@ -62,51 +62,78 @@ void experts(const Rows& of, const Block& block, const Tensors& up_bias, const M
                   stream_of(of.stream)));
 }
 
-// y, h (if given), order, offsets; plan, counts, a and rows are scratch.
-void forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
-                MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, Tensor y, MaybeTensor h,
-                Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down, offsets);
-  const Plan p = plan_of(plan, order, offsets, sizes);
-  const Rows of{sizes, p, stream};
-  const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
-  require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p,
+// A plan and the scratch of its sorting, as ints.
+struct Schedule {
+  Tensor ints;
+  Plan plan;
+  int* counts;
+
+  Schedule(const Sizes& sizes, const Tensor& on, int* order, int* offsets)
+      : ints(empty_ints(Plan::scratch(sizes) + schedule_scratch(sizes), on)),
+        plan(Plan::at(ints_of(ints), order, offsets, sizes)),
+        counts(ints_of(ints) + Plan::scratch(sizes)) {}
+};
+
+Tensor empty_panels(const Parts& parts, int64_t rows, const Tensor& like) {
+  return empty({parts.count * parts.panels(), rows, kPanel}, like.scalar_type(), like);
+}
+
+// y from the sorted slots' rows; fills order, offsets and h (if given).
+Tensor many(const Operands& in, Dtype out, const MaybeTensor& h, int* order, int* offsets, int64_t stream) {
+  const Sizes sizes = in.sizes();
+  const Schedule made(sizes, in.x, order, offsets);
+  const Rows of{sizes, made.plan, stream};
+  const Block block = block_of(of, in.up, in.down, in.addresses, in.layout, in.transposed, in.activation);
+  const Tensor y = empty({sizes.tokens, sizes.hidden}, scalar_of(out), in.x);
+  const Tensor a = empty_panels({sizes.inner, 1}, sizes.slots(), in.x);
+  const Tensor rows = empty({sizes.slots(), sizes.hidden}, in.x.scalar_type(), in.x);
+  require(schedule({sizes, in.ids.data_ptr(), dtype_of(in.ids), order, offsets, made.counts, made.plan,
                     const_cast<void*>(data_of(h)), h ? h->size(1) : 0},
                    stream_of(stream)));
-  experts(of, block, up_bias, down_bias, x.data_ptr(), h, a, rows);
-  require(combine({sizes, dtype_of(x), p, rows.data_ptr(), sizes.hidden, weights.data_ptr(), dtype_of(weights),
-                   y.data_ptr(), dtype_of(y), sizes.hidden, nullptr, 0, nullptr, nullptr},
+  experts(of, block, in.up_bias, in.down_bias, in.x.data_ptr(), h, a, rows);
+  require(combine({sizes, dtype_of(in.x), made.plan, rows.data_ptr(), sizes.hidden, in.weights.data_ptr(),
+                   dtype_of(in.weights), y.data_ptr(), out, sizes.hidden, nullptr, 0, nullptr, nullptr},
                   stream_of(stream)));
+  return y;
 }
 
 // The same without h, in one launch; see decode_takes().
-void decode_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
-               MaybeTensor down_bias, int64_t layout, Doubles activation, Tensor y, Tensor order, Tensor offsets,
-               Tensor a, Tensor rows, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down, offsets);
-  const Layout l = layout_of(layout);
-  const Weights experts = weights_of(up, down, addresses, sizes, l, false, nullptr);
+Tensor few(const Operands& in, Dtype out, int64_t stream) {
+  const Sizes sizes = in.sizes();
+  const Weights experts = weights_of(in.up, in.down, in.addresses, sizes, in.layout, false, nullptr);
+  const Tensor y = empty({sizes.tokens, sizes.hidden}, scalar_of(out), in.x);
+  const int64_t slots = sizes.slots(), activations = slots * sizes.inner;
+  const Tensor ints = empty_ints(slots + sizes.experts, in.x);
+  const Tensor scratch = empty({activations + (slots + 1) * sizes.hidden}, in.x.scalar_type(), in.x);
   require(decode({sizes,
-                  dtype_of(x),
-                  l,
-                  activation_of(activation),
-                  x.data_ptr(),
-                  ids.data_ptr(),
-                  dtype_of(ids),
-                  weights.data_ptr(),
-                  dtype_of(weights),
+                  dtype_of(in.x),
+                  in.layout,
+                  in.activation,
+                  in.x.data_ptr(),
+                  in.ids.data_ptr(),
+                  dtype_of(in.ids),
+                  in.weights.data_ptr(),
+                  dtype_of(in.weights),
                   {experts.up[0], experts.up[1]},
                   experts.down,
                   experts.scattered ? &experts.places : nullptr,
-                  {data_of(up_bias, 0), data_of(up_bias, 1)},
-                  data_of(down_bias),
+                  {data_of(in.up_bias, 0), data_of(in.up_bias, 1)},
+                  data_of(in.down_bias),
                   y.data_ptr(),
-                  dtype_of(y),
-                  ints_of(order),
-                  ints_of(offsets),
-                  a.data_ptr(),
-                  rows.data_ptr()},
+                  out,
+                  ints_of(ints),
+                  ints_of(ints) + slots,
+                  scratch.data_ptr(),
+                  static_cast<char*>(scratch.data_ptr()) + 2 * activations},
                  stream_of(stream)));
+  return y;
+}
+
+// Whether the kernel for few tokens pays: it reads an expert's weights once for every 8 of its rows, so once for up to
+// 8 tokens, and seldom twice where experts have 4 rows on average. With more slots the other path was as fast or faster
+// on an H200 (docs/kernels/sm90.md).
+bool pays(const Sizes& sizes) {
+  return sizes.slots() <= (sizes.tokens <= 8 ? 64 : std::min<int64_t>(32, 4 * sizes.experts));
 }
 
 // A router; `program` as mok_compile/engines/sm90_router.py puts it into numbers.
@@ -194,7 +221,7 @@ void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tenso
                      stream_of(stream)));
     const Rows of{sizes, p, stream};
     const Pull pull = pull_of(numbers, group, sizes, x, false);
-    const Block block = block_of(of, up, down, {}, layout, transposed, activation);
+    const Block block = block_of(of, up, down, {}, layout_of(layout), transposed, activation_of(activation));
     experts(of, block, up_bias, down_bias, {x.data_ptr(), own_x.data_ptr()}, h, a, rows, &pull);
     push(of, numbers, group, rows, &weights);
     end.error = p.error;
@@ -279,34 +306,6 @@ void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, c
                       stream_of(of.stream)));
 }
 
-// The gradients that are given. dh is written first; then `scratch` holds the panels of the weighted
-// activation, after it the rows of dx. The gradients of up are written last: one of them may be the scratch.
-void backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses,
-                 int64_t layout, bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets,
-                 Tensor plan, Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dx, MaybeTensor dweights,
-                 Tensors dup, MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down, offsets);
-  const Rows of{sizes, plan_of(plan, order, offsets, sizes), stream};
-  const Block block = block_of(of, up, down, addresses, layout, transposed, activation);
-  const Gradients grads{dup, ddown, dup_bias, ddown_bias};
-  const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
-  require(replan(sizes, of.plan, stream_of(stream)));
-  down_gradients(of, block, dy.data_ptr(), h, weights, dh, scratch, dscore, grads);
-  CombineArguments sum{};
-  sum.sizes = sizes;
-  sum.dtype = sum.out_dtype = dtype_of(x);
-  sum.plan = of.plan;
-  if (dx) {
-    up_gradients(of, block, dh, scratch);
-    sum.rows = scratch.data_ptr();
-    sum.out = dx->data_ptr();
-    sum.columns = sum.out_stride = sizes.hidden;
-  }
-  if (dweights) add_scores(sum, dscore, *dweights);
-  if (dx || dweights) require(combine(sum, stream_of(stream)));
-  up_weight_gradients(of, block, dh, x.data_ptr(), grads);
-}
-
 // Backward of the same part: dy is filled as x was. The gradients of x are pushed; dweights [ranks * capacity, K] float
 // is this rank's part of the scores, pushed as well if `ends` is set, with which the exchange needs nothing more than
 // `sum`.
@@ -318,7 +317,7 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
   const Sizes sizes = sizes_of(x, ids, down, offsets);
   const Group group = group_of(numbers);
   const Rows of{sizes, plan_of(plan, order, offsets, sizes, group, h.size(0)), stream};
-  const Block block = block_of(of, up, down, {}, layout, transposed, activation);
+  const Block block = block_of(of, up, down, {}, layout_of(layout), transposed, activation_of(activation));
   const Gradients grads{dup, ddown, dup_bias, ddown_bias};
   const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
   require(replan(sizes, of.plan, stream_of(stream)));
@@ -337,27 +336,135 @@ void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tenso
 
 }  // namespace
 
+Tensors forward(const Operands& in, Dtype out, int64_t stream) {
+  const Sizes sizes = in.sizes();
+  const Parts parts = parts_of(in.layout, sizes.inner);
+  const Tensor h = empty({sizes.slots(), parts.columns * parts.count}, in.x.scalar_type(), in.x);
+  const Tensor order = empty_ints(sizes.slots(), in.x), offsets = empty_ints(sizes.experts, in.x);
+  return {many(in, out, h, ints_of(order), ints_of(offsets), stream), h, order, offsets};
+}
+
+Tensor infer(const Operands& in, Dtype out, std::optional<bool> by_few, int64_t stream) {
+  const Sizes sizes = in.sizes();
+  if (!in.transposed && by_few.value_or(pays(sizes))) return few(in, out, stream);
+  const Tensor ints = empty_ints(sizes.slots() + sizes.experts, in.x);
+  return many(in, out, std::nullopt, ints_of(ints), ints_of(ints) + sizes.slots(), stream);
+}
+
+// dh is written first; then `scratch` holds the panels of the weighted activation, after it the rows of dx. The
+// gradients of up are written last: one of them is the scratch, if it is large enough.
+Tensors backward(const Tensor& dy, const Operands& in, const Tensor& h, const Tensor& order, const Tensor& offsets,
+                 const Needs& needs, int64_t stream) {
+  const Sizes sizes = in.sizes();
+  const ScalarType dtype = in.x.scalar_type();
+  const int64_t slots = sizes.slots();
+  // One tensor for all experts, stored as the weights are.
+  const auto gradient = [&](const Tensor& of) {
+    const int64_t dims = of.dim();
+    return empty({sizes.experts, of.size(dims - 2), of.size(dims - 1)}, dtype, in.x, in.transposed);
+  };
+  const auto bias_gradient = [&](const Tensor& of) { return empty({of.size(0), of.size(1)}, dtype, in.x); };
+  MaybeTensor dx, dweights;
+  Gradients grads;
+  if (needs.x) dx = empty({sizes.tokens, sizes.hidden}, dtype, in.x);
+  if (needs.weights) dweights = empty({sizes.tokens, sizes.top_k}, in.weights.scalar_type(), in.x);
+  for (size_t i = 0; needs.up && i < in.up.size(); ++i) grads.up.push_back(gradient(in.up[i]));
+  if (needs.down) grads.down = gradient(in.down);
+  for (size_t i = 0; needs.up_bias && i < in.up_bias.size(); ++i) grads.up_bias.push_back(bias_gradient(in.up_bias[i]));
+  if (needs.down_bias && in.down_bias) grads.down_bias = bias_gradient(*in.down_bias);
+
+  const Schedule made(sizes, in.x, ints_of(order), ints_of(offsets));
+  const Rows of{sizes, made.plan, stream};
+  const Parts a{sizes.inner, 1};
+  const Tensor dh_panels = empty_panels(parts_of(in.layout, sizes.inner), slots, in.x);
+  const Tensor dscore = empty({score_tiles(sizes), slots}, ScalarType::Float, in.x);
+  const int64_t room = slots * std::max(sizes.hidden, a.panels() * kPanel);
+  const bool lent = !grads.up.empty() && grads.up[0].numel() >= room;
+  const Tensor scratch = lent ? grads.up[0] : empty({room}, dtype, in.x);
+
+  const Block block = block_of(of, in.up, in.down, in.addresses, in.layout, in.transposed, in.activation);
+  const Panels dh{parts_of(in.layout, sizes.inner), dh_panels, slots};
+  require(replan(sizes, made.plan, stream_of(stream)));
+  down_gradients(of, block, dy.data_ptr(), h, in.weights, dh, scratch, dscore, grads);
+  CombineArguments sum{};
+  sum.sizes = sizes;
+  sum.dtype = sum.out_dtype = dtype_of(in.x);
+  sum.plan = made.plan;
+  if (dx) {
+    up_gradients(of, block, dh, scratch);
+    sum.rows = scratch.data_ptr();
+    sum.out = dx->data_ptr();
+    sum.columns = sum.out_stride = sizes.hidden;
+  }
+  if (dweights) add_scores(sum, dscore, *dweights);
+  if (dx || dweights) require(combine(sum, stream_of(stream)));
+  up_weight_gradients(of, block, dh, in.x.data_ptr(), grads);
+
+  Tensors all;
+  for (const MaybeTensor& one : {dx, dweights})
+    if (one) all.push_back(*one);
+  all.insert(all.end(), grads.up.begin(), grads.up.end());
+  if (grads.down) all.push_back(*grads.down);
+  all.insert(all.end(), grads.up_bias.begin(), grads.up_bias.end());
+  if (grads.down_bias) all.push_back(*grads.down_bias);
+  return all;
+}
+
+namespace {
+
+// `layout`, `out` and so on as mok_compile/engines/sm90.py numbers them.
+Operands operands_of(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
+                     MaybeTensor down_bias, int64_t layout, bool transposed, const Doubles& activation) {
+  return {std::move(x),      std::move(ids),       std::move(weights),       std::move(up),
+          std::move(down),   std::move(addresses), std::move(up_bias),       down_bias,
+          layout_of(layout), transposed,           activation_of(activation)};
+}
+
+// These three give no tensors where memory does not suffice.
+Tensors forward_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
+                   MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, int64_t out,
+                   int64_t stream) {
+  const Operands in =
+      operands_of(x, ids, weights, up, down, addresses, up_bias, down_bias, layout, transposed, activation);
+  return if_there_is_room([&] { return forward(in, dtype_of(out), stream); });
+}
+
+Tensors infer_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses, Tensors up_bias,
+                 MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, int64_t out,
+                 std::optional<bool> few, int64_t stream) {
+  const Operands in =
+      operands_of(x, ids, weights, up, down, addresses, up_bias, down_bias, layout, transposed, activation);
+  return if_there_is_room([&] { return Tensors{infer(in, dtype_of(out), few, stream)}; });
+}
+
+Tensors backward_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Integers addresses,
+                    Tensors up_bias, MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation,
+                    Tensor h, Tensor order, Tensor offsets, std::vector<bool> needs, int64_t stream) {
+  const Operands in =
+      operands_of(x, ids, weights, up, down, addresses, up_bias, down_bias, layout, transposed, activation);
+  return if_there_is_room([&] { return backward(dy, in, h, order, offsets, needs_of(needs), stream); });
+}
+
+int64_t bytes_missing_op() { return bytes_missing(); }
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(mok_sm90, m) {
   m.def("plan_scratch(int tokens, int experts, int top_k) -> int");
   m.def("sort_scratch(int tokens, int experts, int top_k) -> int");
   m.def("score_rows(int inner) -> int");
+  m.def("bytes_missing() -> int");
+  const std::string block =
+      "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
+      "Tensor? down_bias, int layout, bool transposed, float[] activation, ";
+  m.def(("forward(" + block + "int out, int stream) -> Tensor[]").c_str());
+  m.def(("infer(" + block + "int out, bool? few, int stream) -> Tensor[]").c_str());
   m.def(
-      "forward(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
-      "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(a!) y, Tensor(b!)? h, "
-      "Tensor(c!) order, Tensor(d!) offsets, Tensor(e!) plan, Tensor(f!) counts, Tensor(g!) a, Tensor(i!) rows, "
-      "int stream) -> ()");
-  m.def(
-      "decode(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
-      "Tensor? down_bias, int layout, float[] activation, Tensor(a!) y, Tensor(b!) order, Tensor(c!) offsets, "
-      "Tensor(d!) a, Tensor(e!) rows, int stream) -> ()");
+      ("backward(Tensor dy, " + block + "Tensor h, Tensor order, Tensor offsets, bool[] needs, int stream) -> Tensor[]")
+          .c_str());
   m.def(
       "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? scale, float[] program, "
       "Tensor(a!) logits, Tensor(b!)? values, Tensor(c!)? weights, Tensor(d!) ids, int stream) -> ()");
-  m.def(
-      "backward(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, "
-      "int layout, bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(a!) plan, "
-      "Tensor(b!) dh, Tensor(c!) scratch, Tensor(d!) dscore, Tensor(e!)? dx, Tensor(f!)? dweights, Tensor(g!)[] dup, "
-      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, int stream) -> ()");
   m.def(
       "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
       "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(d!)? h, Tensor(e!) order, "
@@ -375,11 +482,12 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
   m.impl("plan_scratch", TORCH_BOX(&plan_scratch));
   m.impl("sort_scratch", TORCH_BOX(&sort_scratch));
   m.impl("score_rows", TORCH_BOX(&score_rows));
+  m.impl("bytes_missing", TORCH_BOX(&bytes_missing_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
-  m.impl("decode", TORCH_BOX(&decode_op));
+  m.impl("infer", TORCH_BOX(&infer_op));
   m.impl("route", TORCH_BOX(&route_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("forward_parallel", TORCH_BOX(&forward_parallel_op));

@@ -39,6 +39,17 @@ inline Dtype dtype_of(const Tensor& t) {
   }
 }
 
+inline Dtype dtype_of(int64_t number) {
+  STD_TORCH_CHECK(number >= 0 && number <= int64_t(Dtype::kFloat32), "mok-compile, sm90 engine: not a dtype's number");
+  return static_cast<Dtype>(number);
+}
+
+inline ScalarType scalar_of(Dtype dtype) {
+  constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Int,
+                                   ScalarType::Long};
+  return kTypes[int(dtype)];
+}
+
 inline const void* data_of(const MaybeTensor& t) { return t ? t->data_ptr() : nullptr; }
 inline const void* data_of(const Tensors& list, size_t i) { return i < list.size() ? list[i].data_ptr() : nullptr; }
 inline int* ints_of(const Tensor& t) { return static_cast<int*>(t.data_ptr()); }

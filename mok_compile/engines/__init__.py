@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +28,11 @@ ENGINES = ("sm90", "cpu", "portable")
 PORTABLE = ENGINES[-1]
 # The engine made for each type of device.
 NATIVE = {"cuda": "sm90", "cpu": "cpu"}
+
+
+# (engine, name of a ``mok::`` op) to a function that runs most calls of the op by itself, given the very arguments; for
+# the others an empty list. Engines enter theirs when they first run.
+direct: dict[tuple[str, str], Callable[..., list[torch.Tensor]]] = {}
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mok_compile import build, routing
+from mok_compile import build, engines, routing
 from mok_compile.activation import GatedForm, gated_form
 from mok_compile.engines import Problem, get, sm90_router, warn_once
-from mok_compile.grouped import Bank, empty_as
+from mok_compile.grouped import Bank
 from mok_compile.reference import Experts
 from mok_compile.router import RouterSpec
 from mok_compile.spec import ExpertsSpec
@@ -21,8 +21,10 @@ LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
 PANEL = 64  # columns, kPanel there
+NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Dtype there
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # tiles, tickets and rows of panels are counted in 32 bits
+FEW: bool | None = None  # whether inference takes the kernel for few tokens; None: where it pays. The bits are the same
 
 
 class Sm90:
@@ -51,29 +53,20 @@ class Sm90:
         where = _ready(x, ids, weights, down, experts, spec)
         if where is None:
             return get("portable").forward(x, ids, weights, up, down, up_bias, down_bias, spec, save=save)
-        ops = torch.ops.mok_sm90
-        ids, weights, num_experts, inner = ids_of(ids), weights.contiguous(), len(experts), down[0].shape[-1]
+        ids, weights, inner = ids_of(ids), weights.contiguous(), down[0].shape[-1]
         if spec.weight_on == "input":
-            x, weights = _weighted(x, ids, weights, num_experts), torch.ones_like(weights)
-        x, up_bias, down_bias = aligned(x), *_biases(experts)
-        (tokens, hidden), slots = x.shape, ids.numel()
-        y = x.new_empty(x.shape, dtype=spec.dtype)
-        h = x.new_empty(slots, 2 * inner if spec.gated else inner) if save else None
-        order, offsets = int32(x, slots), int32(x, num_experts)
-        if slots == 0:
-            return y, h, order, offsets.zero_()
-        a, rows = empty_panels(x, slots, inner), x.new_empty(slots + 1, hidden)
-        operands = (x, ids, weights, *_firsts(experts), where.addresses, up_bias, down_bias)
-        layout, activation = numbers_of(spec)
+            x, weights = _weighted(x, ids, weights, len(experts)), torch.ones_like(weights)
+        x = aligned(x)
+        if ids.numel() == 0:
+            h = x.new_empty(0, 2 * inner if spec.gated else inner) if save else None
+            return x.new_empty(x.shape, dtype=spec.dtype), h, int32(x, 0), int32(x, len(experts)).zero_()
+        _tell(spec)
+        block, out = _block(x, ids, weights, experts, where, spec), NUMBERS[spec.dtype]
         with torch.cuda.device(x.device):
-            if not save and not where.transposed and _few(*ids.shape, num_experts):
-                ops.decode(*operands, layout, activation, y, order, offsets, a, rows, stream_of(x))
-                return y, h, order, offsets
-            plan = int32(x, ops.plan_scratch(tokens, num_experts, ids.shape[1]))
-            counts = int32(x, ops.sort_scratch(tokens, num_experts, ids.shape[1]))
-            scratch = (plan, counts, a, rows)
-            ops.forward(*operands, layout, where.transposed, activation, y, h, order, offsets, *scratch, stream_of(x))
-        return y, h, order, offsets
+            if save:
+                return _made(torch.ops.mok_sm90.forward, *block, out, stream_of(x))
+            (y,) = _made(torch.ops.mok_sm90.infer, *block, out, FEW, stream_of(x))
+        return y, None, None, None
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
         experts = Experts.of(up, down, up_bias, down_bias, spec)
@@ -82,42 +75,22 @@ class Sm90:
             return get("portable").backward(
                 dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs
             )
-        ops = torch.ops.mok_sm90
-        need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
+        need_x, need_weights, *need_experts = needs
         ids, h, dy, weights = ids_of(ids), aligned(h), aligned(dy.to(x.dtype)), weights.contiguous()
         routed, on_input = (x, weights), spec.weight_on == "input"
-        num_experts, (hidden, inner) = len(experts), down[0].shape[-2:]
         if on_input:
-            x, weights = _weighted(x, ids, weights, num_experts), torch.ones_like(weights)
+            x, weights = _weighted(x, ids, weights, len(experts)), torch.ones_like(weights)
         x = aligned(x)
-        slots, top_k = ids.numel(), ids.shape[1]
-        plan = int32(x, ops.plan_scratch(x.shape[0], num_experts, top_k))
-        dh = empty_dh(x, slots, inner, spec)
-        score = x.new_empty(ops.score_rows(inner), slots, dtype=torch.float32)
-        dx = torch.empty_like(x) if need_x or (need_weights and on_input) else None
-        dweights = torch.empty_like(weights) if need_weights and not on_input else None
-        down_grad = _empty_gradient(experts.down, where.transposed) if need_down else None
-        up_grads = [_empty_gradient(bank, where.transposed) for bank in experts.up] if need_up else []
-        up_bias, down_bias = _biases(experts)
-        up_bias_grads = [torch.empty_like(b) for b in up_bias] if need_up_bias else []
-        down_bias_grad = torch.empty_like(down_bias) if need_down_bias else None
-        # The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
-        room = scratch_size(slots, hidden, inner)
-        scratch = up_grads[0] if up_grads and up_grads[0].numel() >= room else x.new_empty(room)
-        layout, activation = numbers_of(spec)
+        wanted = [need_x or need_weights, False, *need_experts] if on_input else needs
+        block = _block(x, ids, weights, experts, where, spec)
         with torch.cuda.device(x.device):
-            operands = (dy, x, ids, weights, *_firsts(experts), where.addresses)
-            how = (layout, where.transposed, activation)
-            grads = (dx, dweights, up_grads, down_grad, up_bias_grads, down_bias_grad)
-            saved = (h, order, offsets)
-            ops.backward(*operands, *how, *saved, plan, dh, scratch, score, *grads, stream_of(x))
-        del scratch
-        of_experts = [*up_grads, down_grad, *up_bias_grads, down_bias_grad]
-        of_experts = [grad for grad in of_experts if grad is not None]
-        if dweights is not None and down_bias is not None:
-            dweights += bias_score(dy, ids, down_bias).to(dweights.dtype)
+            made = iter(_made(torch.ops.mok_sm90.backward, dy, *block, h, order, offsets, wanted, stream_of(x)))
+        dx, dweights = (next(made) if wanted[i] else None for i in range(2))
+        of_experts = list(made)
+        if dweights is not None and experts.down_bias is not None:
+            dweights += bias_score(dy, ids, _stacked(experts.down_bias)).to(dweights.dtype)
         if on_input:
-            dx, dweights = _unweighted(dx, *routed, ids, num_experts, need_x, need_weights)
+            dx, dweights = _unweighted(dx, *routed, ids, len(experts), need_x, need_weights)
         if isinstance(experts.down, list):
             of_experts = [part for grad in of_experts for part in _parts(grad)]
         return [*(g for g in (dx, dweights) if g is not None), *of_experts]
@@ -148,37 +121,40 @@ def _unrouted(device: torch.device, dtype: torch.dtype, experts: int, depth: int
     return sm90_router.unsupported(dtype, experts, depth, router)
 
 
-def _few(tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether the kernel for few tokens runs. Both paths give the same bits; this one reads an expert's weights once
-    for every 8 of its rows: once, for up to 8 tokens, and seldom twice where experts have 4 rows on average. With more
-    slots the other path was as fast or faster on an H200 (docs/kernels/sm90.md)."""
-    return tokens * top_k <= (64 if tokens <= 8 else min(32, 4 * num_experts))
+@functools.cache  # the library keeps them all as well
+def _tell(spec: ExpertsSpec) -> None:
+    """From now on the library runs most calls with this spec by itself (csrc/cuda/direct.cpp)."""
+    if spec.weight_on == "output":
+        torch.ops.mok_sm90.tell(spec.to_json(), *numbers_of(spec), NUMBERS[spec.dtype])
+    for op in ("experts", "experts_infer", "experts_backward"):
+        engines.direct["sm90", op] = getattr(torch.ops.mok_sm90, op).default
 
 
-def _firsts(experts: Experts) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Of each bank of up, and of down, the tensor of all experts or the first one's. The ops take it beside all
-    addresses: a list of tensors costs a call seven times as much as one of numbers."""
-    first = [bank if isinstance(bank, torch.Tensor) else bank[0] for bank in (*experts.up, experts.down)]
-    return first[:-1], first[-1]
+def _block(x, ids, weights, experts: Experts, where: Storage, spec: ExpertsSpec) -> tuple:
+    """A block as the ops take it. Of each bank of up, and of down, that is the tensor of all experts or the first
+    one's, beside all addresses: a list of tensors costs a call seven times as much as one of numbers."""
+    *up, down = [bank if isinstance(bank, torch.Tensor) else bank[0] for bank in (*experts.up, experts.down)]
+    up_bias = [_stacked(bias) for bias in experts.up_bias]
+    down_bias = None if experts.down_bias is None else _stacked(experts.down_bias)
+    layout, activation = numbers_of(spec)
+    return x, ids, weights, up, down, where.addresses, up_bias, down_bias, layout, where.transposed, activation
 
 
-def _biases(experts: Experts) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The biases, one tensor for all experts each. Those of lists are copied, which is little."""
-
-    def stacked(bias: Bank) -> torch.Tensor:
-        return aligned(bias) if isinstance(bias, torch.Tensor) else torch.stack(bias)
-
-    down_bias = None if experts.down_bias is None else stacked(experts.down_bias)
-    return [stacked(b) for b in experts.up_bias], down_bias
+def _stacked(bias: Bank) -> torch.Tensor:
+    """A bias, one tensor for all experts. Those of lists are copied, which is little."""
+    return aligned(bias) if isinstance(bias, torch.Tensor) else torch.stack(bias)
 
 
-def _empty_gradient(bank: Bank, transposed: bool) -> torch.Tensor:
-    """A bank's gradient, one tensor for all experts, stored as the weights are. Of a list each expert gets its part of
-    it: the kernels write one tensor, which is scratch before that, and all parts come and go together."""
-    if isinstance(bank, torch.Tensor):
-        return empty_as(bank)
-    out, inner = bank[0].shape
-    return bank[0].new_empty(len(bank), inner, out).mT if transposed else bank[0].new_empty(len(bank), out, inner)
+def _made(op, *arguments) -> list[torch.Tensor]:
+    """What an op makes. None is made where memory does not suffice; then the allocator is asked for as much from here,
+    since its error does not come through the interface that the library was built for."""
+    if made := op(*arguments):
+        return made
+    missing = torch.ops.mok_sm90.bytes_missing()
+    torch.empty(missing, dtype=torch.uint8, device="cuda")
+    if made := op(*arguments):  # it was there: somebody has freed some
+        return made
+    raise torch.OutOfMemoryError(f"CUDA out of memory. The experts of a block need {missing / 2**20:.2f} MiB at once.")
 
 
 def _parts(grad: torch.Tensor) -> list[torch.Tensor]:

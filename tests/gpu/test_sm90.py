@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mok_compile import reference
+from mok_compile import engines, ops, reference  # noqa: F401  ops registers mok::experts
 from mok_compile.engines import get
 from mok_compile.engines import sm90 as sm90_module
 from mok_compile.grouped import empty_as
@@ -490,7 +490,6 @@ def test_graphs_of_lists(tokens):
 
 
 def test_gradients_of_lists_as_autograd_and_optimizers_take_them():
-    from mok_compile import ops  # noqa: F401  registers the ops
 
     block = Block(300, 256, 192, 8, 2, layout="separate")
     saved = block.forward(engine)[1:]
@@ -562,10 +561,122 @@ def test_frozen_weights_and_inputs():
         assert torch.equal(only, everything[i])
 
 
+DIRECT = [
+    {"sizes": (300, 520, 264, 16, 4)},
+    {"sizes": (300, 520, 264, 16, 4), "transposed": True, "routing": "sentinel"},
+    {"sizes": (70, 136, 72, 1, 1), "dtype": torch.float16, "out_dtype": torch.float32},
+    {"sizes": (3, 136, 72, 5, 3), "weights_dtype": torch.bfloat16},
+    {"sizes": (40, 136, 72, 5, 3), "layout": "separate"},
+    {"sizes": (40, 136, 72, 5, 3), "layout": "interleaved", "activation": OSS, "bias": True},
+    {"sizes": (40, 136, 72, 5, 3), "layout": "single", "activation": "gelu(up)", "bias": True, "transposed": True},
+]
+
+
+@pytest.mark.parametrize("case", DIRECT, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_direct_calls_have_the_bits_of_prepared_ones(case):
+    case = dict(case)
+    block = Block(*case.pop("sizes"), **case)
+    y, *saved = block.forward(engine)  # the library is told of the spec
+    how, direct = (block.spec.to_json(), "sm90"), torch.ops.mok_sm90
+    poison()
+    made = direct.experts(*block.operands, *how)
+    assert len(made) == 4 and all(map(torch.equal, made, (y, *saved)))
+    (inferred,) = direct.experts_infer(*block.operands, *how)
+    assert torch.equal(inferred, block.forward(engine, save=False)[0]) and torch.equal(inferred, y)
+    dy = block.dy.to(block.x.dtype)
+    for weights in (True, False):
+        needs = [True, weights, *block.needs[2:]]
+        if weights and block.down_bias:  # Python's part
+            assert direct.experts_backward(dy, *block.operands, *saved, *how, needs) == []
+            continue
+        poison()
+        made = direct.experts_backward(dy, *block.operands, *saved, *how, needs)
+        expected = engine.backward(dy, *block.operands, *saved, block.spec, needs)
+        assert len(made) == len(expected)
+        for mine, theirs in zip(made, expected, strict=True):
+            assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+        of_weights = zip(made[1 + weights :], [*block.up, *block.down], strict=False)
+        assert all(grad.stride() == empty_as(w).stride() for grad, w in of_weights)
+
+
+def test_direct_calls_are_refused_where_something_is_to_be_done():
+    block = Block(70, 136, 72, 5, 3)
+    saved = block.forward(engine)[1:]
+    x, ids, weights, up, down, up_bias, down_bias = block.operands
+    spec, direct = block.spec.to_json(), torch.ops.mok_sm90
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
+    rest = (up, down, up_bias, down_bias, spec, "sm90")
+    lists = [list(w[0].unbind()) for w in (up, down)]
+    unknown = ExpertsSpec("relu(gate) * up", "concat", "float16").to_json()
+    for call in (
+        (shifted, ids, weights, *rest),
+        (x.T.contiguous().T, ids, weights, *rest),
+        (x.float(), ids, weights, *rest),
+        (x[:, :128], ids, weights, *rest),
+        (x[:69], ids, weights, *rest),
+        (x[:0], ids[:0], weights[:0], *rest),
+        (x, ids.short(), weights, *rest),
+        (x, ids.T.contiguous().T, weights, *rest),
+        (x, ids.cpu(), weights, *rest),
+        (x, ids, weights[:, :2], *rest),
+        (x, ids, weights.double(), *rest),
+        (x, ids, weights, *lists, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, [up[0][:4]], down, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, [up[0][:, :136]], down, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, [up[0].mT.contiguous().mT], down, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, [up[0].half()], down, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, up, down, [up[0][:, :, 0]], down_bias, spec, "sm90"),
+        (x, ids, weights, up * 2, down, up_bias, down_bias, spec, "sm90"),
+        (x, ids, weights, up, down, up_bias, down_bias, spec, "portable"),
+        (x, ids, weights, up, down, up_bias, down_bias, unknown, "sm90"),
+    ):
+        assert direct.experts(*call) == [] and direct.experts_infer(*call) == []
+    good = (x, ids, weights, *rest[:-2])
+    for dy, h in ((block.dy[:69], saved[0]), (block.dy.float(), saved[0]), (block.dy, saved[0][:, :72])):
+        assert direct.experts_backward(dy, *good, h, *saved[1:], spec, "sm90", block.needs) == []
+    assert direct.experts(*good, spec, "sm90")
+
+
+def test_calls_go_direct_from_the_second_on(monkeypatch):
+    block = Block(70, 136, 72, 5, 3)
+    how = (block.spec.to_json(), "sm90")
+    y = torch.ops.mok.experts(*block.operands, *how)[0]
+    monkeypatch.setattr(type(engine), "forward", None)  # Python's part is not called any more
+    monkeypatch.setattr(type(engine), "backward", None)
+    assert torch.equal(torch.ops.mok.experts(*block.operands, *how)[0], y)
+    assert torch.equal(torch.ops.mok.experts_infer(*block.operands, *how), y)
+    x = block.x.clone().requires_grad_()
+    torch.ops.mok.experts(x, *block.operands[1:], *how)[0].backward(block.dy)
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_out_of_memory_is_torchs_own_error(direct, monkeypatch):
+    block = Block(4000, 1024, 512, 8, 4)
+    how = (block.spec.to_json(), "sm90")
+    y, *saved = torch.ops.mok.experts(*block.operands, *how)
+    if not direct:
+        monkeypatch.setattr(engines, "direct", {})
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
+    try:
+        for call in (
+            lambda: torch.ops.mok.experts(*block.operands, *how),
+            lambda: torch.ops.mok.experts_infer(*block.operands, *how),
+            lambda: torch.ops.mok.experts_backward(block.dy, *block.operands, *saved, *how, block.needs),
+        ):
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(torch.ops.mok.experts(*block.operands, *how)[0], y)
+
+
 @pytest.fixture
 def path(monkeypatch):
     """``path(few)`` sends forward passes that save nothing through the kernel for few tokens, or past it."""
-    return lambda few: monkeypatch.setattr(sm90_module, "_few", lambda tokens, top_k, experts: few)
+    return lambda few: monkeypatch.setattr(sm90_module, "FEW", few)
 
 
 FEW = [
@@ -643,13 +754,13 @@ def test_few_tokens_have_the_bits_of_many(case, path):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_token_alone_has_the_bits_it_has_among_many(transposed):
+def test_a_token_alone_has_the_bits_it_has_among_many(transposed, path):
+    path(True)
     block = Block(2000, 512, 384, 16, 4, transposed=transposed)
     y = block.forward(engine)[0]
     x, ids, weights = block.x, block.ids, block.weights
     for tokens in (slice(0, 1), slice(7, 10), slice(100, 108), slice(1999, 2000)):
         block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
-        assert sm90_module._few(*block.ids.shape, 16)
         assert torch.equal(block.forward(engine, save=False)[0], y[tokens])
 
 
@@ -710,7 +821,6 @@ def test_real_sizes(shape):
 
 
 def test_through_compile():
-    from mok_compile import ops  # noqa: F401  registers the ops
 
     block = Block(64, 256, 192, 8, 2)
     x, weights, up, down = (t.requires_grad_() for t in (block.x, block.weights, block.up[0], block.down[0]))

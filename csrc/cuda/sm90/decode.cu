@@ -62,7 +62,8 @@ const char* set(Product<T>& m, Dtype dtype, const Weight* const (&weight)[2], co
     const MapShape<5> shape{{columns_here, rows_here, groups, halves, size(w.ends)},
                             {pitch, kGroup * 2, pitch * size(m.apart ? rows : second), size(w.unit)},
                             {kGroup, 8, cuuint32_t(m.box_groups), cuuint32_t(m.box_halves)}};
-    if (const char* error = encode_map<5>(&m.maps[i], dtype, w.data, shape)) return error;
+    if (const char* error = encode_map<5>(&m.maps[i], dtype, w.data, shape, CU_TENSOR_MAP_L2_PROMOTION_L2_128B))
+      return error;
   }
   m.bias[0] = static_cast<const T*>(bias[0]);
   m.bias[1] = m.apart ? static_cast<const T*>(bias[1]) : bias[0] ? m.bias[0] + second : nullptr;

@@ -45,7 +45,8 @@ struct MapShape {
 };
 
 template <int kRank>
-const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape<kRank>& shape) {
+const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape<kRank>& shape,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static const auto encode = driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (!encode) return "the driver has no cuTensorMapEncodeTiled";
   cuuint32_t box[kRank], steps[kRank];
@@ -53,7 +54,7 @@ const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const Ma
   const CUresult result =
       encode(map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
              const_cast<void*>(data), shape.sizes, shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a tensor";
 }
 
