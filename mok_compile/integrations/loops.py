@@ -203,7 +203,8 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return torch.where(hit.any(-1), hit.int().argmax(-1), base.shape[-1])
     if kind == "row_ids":
         rows = _value(owner, live, more[0])
-        ends = base.to(rows.device).cumsum(0)  # the counts may be in the CPU's memory, for numpy
+        # The counts may be an array of numpy, in the CPU's memory.
+        ends = torch.as_tensor(base, device=rows.device).cumsum(0)
         return torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True)
     if kind == "sum":
         dims, keepdim, dtype = more
