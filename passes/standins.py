@@ -152,15 +152,16 @@ def zipped(*items: Any, strict: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Zipped:
-    """``zip`` of experts and of what belongs to each of them: entries along the first dimension, items of a list."""
+    """``zip`` of experts and of what belongs to each of them: entries along the first dimension, items of a list, or
+    their numbers."""
 
-    items: tuple[Group | Listed | torch.Tensor, ...]
+    items: tuple[Group | Listed | torch.Tensor | range, ...]
     strict: bool
 
     @property
     def size(self) -> int:
         def of(item: Any) -> Any:
-            if isinstance(item, (Group, Listed)):
+            if isinstance(item, (Group, Listed)) or (isinstance(item, range) and (item.start, item.step) == (0, 1)):
                 return len(item)
             return item.shape[0] if isinstance(item, torch.Tensor) and item.dim() else None
 
@@ -172,7 +173,7 @@ class Zipped:
         return min(sizes)
 
     def __getitem__(self, index: Index) -> tuple:
-        return tuple(item[index] for item in self.items)
+        return tuple(index if isinstance(item, range) else item[index] for item in self.items)
 
 
 @dataclass(frozen=True)

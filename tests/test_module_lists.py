@@ -884,6 +884,25 @@ class ChangedBehindTheList(Joined):
         counts.clamp_(max=1)
 
 
+class NumberedByZip(Ranged):
+    numbers = range(E)
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e, expert in zip(self.numbers, self.experts, strict=False):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, expert(x[t]) * weights[t, k, None])
+        return y
+
+
+class NumberedByZipFromOne(NumberedByZip):
+    numbers = range(1, E + 1)
+
+
+class NumberedByZipBackwards(NumberedByZip):
+    numbers = range(E - 1, -1, -1)
+
+
 class NumberKept(Ranged):
     """A function that is made before the loop and called after it reads what the loop goes by."""
 
@@ -1252,7 +1271,7 @@ MISCOUNTED = [
     NoNumbersOfOthers, CheckedForMore, CappedList, FewBins, BinsOfSums, CappedBins,
 ]  # fmt: skip
 ALTERED = [
-    *MISCOUNTED, ListInBytes, ChangedBehindTheList,
+    *MISCOUNTED, ListInBytes, ChangedBehindTheList, NumberedByZipFromOne, NumberedByZipBackwards,
     OtherToken, OtherSlot, NumberLeft, NumberKept, CountsInBytes, CountsOthers, LeastCounts, FirstRows,
     ZippedWithOthers, ZippedLater, FromOne, SortedAndCounted, SortedFirst, SortedInBytes,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
@@ -1334,6 +1353,40 @@ def test_counts_made_in_the_header():
             return x + torch.cat(outputs).mean(0) * weights.sum()
 
     check(Given())
+
+
+class ForInference(Ranged):
+    @torch.inference_mode()
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_method_in_inference_mode(mode, fullgraph):
+    block, x = ForInference(), tokens(2, 9)
+    with mode():
+        traced = Traced(block, fullgraph=fullgraph)
+        found, wanted = traced(x), block(x)
+    assert_close(found, wanted)
+    assert not found.requires_grad and not wanted.requires_grad
+    assert traced.counts() == (1, 0) and len(traced.graphs) == 1
+
+
+def test_a_method_out_of_inference_mode_keeps_its_gradients():
+    class Never(Ranged):
+        moe = torch.inference_mode(False)(inspect.unwrap(ForInference.moe))
+
+    block, x = Never(), tokens(2, 9)
+    compare(block, Traced(block), x)
+
+
+def test_experts_beside_their_numbers():
+    check(NumberedByZip())
 
 
 @pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed])

@@ -81,22 +81,28 @@ def _may_cut(function: Any) -> bool:
     return may_cut(function)
 
 
-def _undecorated(function: Any) -> Any:
-    """The function under ``@torch.no_grad()``, as which remote code has its inference; any other as it is."""
-    inner = getattr(function, "__wrapped__", None)
+def _decorator(function: Any) -> torch.no_grad | torch.inference_mode | None:
+    """The decorator of `function` if that is ``@torch.no_grad()`` or ``@torch.inference_mode()``, as which remote code
+    has its inference."""
     theirs = isinstance(function, types.FunctionType) and function.__code__.co_filename == _contextlib.__file__
     makers = [getattr(cell.cell_contents, "__self__", None) for cell in function.__closure__ or ()] if theirs else []
-    return inner if any(type(maker) is torch.no_grad for maker in makers) else function
+    found = (maker for maker in makers if type(maker) in (torch.no_grad, torch.inference_mode))
+    return next((maker for maker in found if getattr(maker, "mode", True)), None)
+
+
+def _undecorated(function: Any) -> Any:
+    """The function under such a decorator; any other as it is."""
+    return function if _decorator(function) is None else function.__wrapped__
 
 
 def _install(cls: type, name: str, function: Callable) -> None:
     from mok_compile.passes.cut import cut
 
-    plain = _undecorated(function)
-    made = cut(plain, _run)
+    decorator = _decorator(function)
+    made = cut(_undecorated(function), _run)
     if made is None:
         return
-    form = made.form if plain is function else torch.no_grad()(made.form)
+    form = made.form if decorator is None else decorator(made.form)
 
     @functools.wraps(function)
     def method(self, *args, **kwargs):
