@@ -24,20 +24,13 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, forward_mode, routing
+from mok_compile.define import define, no_grad
 from mok_compile.router import RouterSpec
 from mok_compile.routing import Routed
 
 EXACT = (torch.float32, torch.float64)
 
 lib = torch.library.Library("mok", "FRAGMENT")
-lib.define(
-    "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str router, str engine)"
-    " -> (Tensor logits, Tensor values, Tensor ids)"
-)
-lib.define(
-    "route_infer(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? expert_scale, str router, "
-    "str engine) -> (Tensor logits, Tensor weights, Tensor ids)"
-)
 lib.define(
     "moe(Tensor x, Tensor router_x, Tensor router_weight, Tensor? router_bias, Tensor? correction, "
     "Tensor? expert_scale, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
@@ -145,9 +138,20 @@ def _nothing_saved(ctx, *grads):
     )
 
 
-for _name, _kernel, _fake in (("route", _route, _route_fake), ("route_infer", _route_infer, _route_infer_fake)):
-    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
+define(
+    lib,
+    "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str router, str engine)"
+    " -> (Tensor logits, Tensor values, Tensor ids)",
+    _route,
+    _route_fake,
+)
+define(
+    lib,
+    "route_infer(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? expert_scale, str router, "
+    "str engine) -> (Tensor logits, Tensor weights, Tensor ids)",
+    _route_infer,
+    _route_infer_fake,
+)
 torch.library.register_autograd("mok::route", _backward, setup_context=_setup_context, lib=lib)
 torch.library.register_autograd("mok::route_infer", _nothing_saved, lib=lib)
 
@@ -228,4 +232,5 @@ def _route_flops(x, weight, *args, out_shape=None, **kwargs) -> int:
     return 2 * x[0] * x[1] * weight[0]
 
 
-register_flop_formula([torch.ops.mok.route, torch.ops.mok.route_infer])(_route_flops)
+for _op in (torch.ops.mok.route, torch.ops.mok.route_infer):
+    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_route_flops)

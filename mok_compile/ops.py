@@ -21,6 +21,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, forward_mode, moe  # registers mok::moe and mok::route
+from mok_compile.define import define, no_grad
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -29,11 +30,6 @@ IDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 lib = torch.library.Library("mok", "DEF")
 _OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias, "
 _HOW = "str spec, str engine"
-lib.define(f"experts({_OPERANDS}{_HOW}) -> (Tensor y, Tensor h, Tensor order, Tensor offsets)")
-lib.define(f"experts_infer({_OPERANDS}{_HOW}) -> Tensor")
-lib.define(
-    f"experts_backward(Tensor dy, {_OPERANDS}Tensor h, Tensor order, Tensor offsets, {_HOW}, bool[] needs) -> Tensor[]"
-)
 
 
 def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> None:
@@ -122,13 +118,19 @@ def _experts_backward_fake(dy, x, ids, weights, up, down, up_bias, down_bias, h,
     ]
 
 
-for _name, _kernel, _fake in (
-    ("experts", _experts, _experts_fake),
-    ("experts_infer", _experts_infer, _experts_infer_fake),
-    ("experts_backward", _experts_backward, _experts_backward_fake),
-):
-    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
+define(
+    lib,
+    f"experts({_OPERANDS}{_HOW}) -> (Tensor y, Tensor h, Tensor order, Tensor offsets)",
+    _experts,
+    _experts_fake,
+)
+define(lib, f"experts_infer({_OPERANDS}{_HOW}) -> Tensor", _experts_infer, _experts_infer_fake)
+define(
+    lib,
+    f"experts_backward(Tensor dy, {_OPERANDS}Tensor h, Tensor order, Tensor offsets, {_HOW}, bool[] needs) -> Tensor[]",
+    _experts_backward,
+    _experts_backward_fake,
+)
 
 
 _TENSORS = 7  # arguments before those that say how
@@ -235,8 +237,12 @@ def _experts_backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None
     return flops(x, ids, up, down, 2)
 
 
-register_flop_formula([torch.ops.mok.experts, torch.ops.mok.experts_infer])(_experts_flops)
-register_flop_formula(torch.ops.mok.experts_backward)(_experts_backward_flops)
+for _op, _formula in (
+    (torch.ops.mok.experts, _experts_flops),
+    (torch.ops.mok.experts_infer, _experts_flops),
+    (torch.ops.mok.experts_backward, _experts_backward_flops),
+):
+    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_formula)
 
 
 _BLOCKS = ("mok::moe", "mok::experts", "mok::experts_infer", "mok::experts_parallel", "mok::experts_parallel_infer")

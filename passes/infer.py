@@ -1,7 +1,7 @@
 """After partitioning: `mok::experts` becomes `mok::experts_infer`, and `mok::experts_parallel` likewise, where nobody
-reads what it saves for backward.
+reads what it saves for backward. Then all ops give way to their twins without derivative.
 
-That is so without gradients and in the forward of checkpointed regions; only the partitioned graph knows.
+The first is so without gradients and in the forward of checkpointed regions; only the partitioned graph knows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import operator
 
 import torch
 from torch import fx
+
+from mok_compile.define import no_grad
 
 
 def drop_saved_outputs(graph: fx.Graph) -> int:
@@ -30,6 +32,13 @@ def drop_saved_outputs(graph: fx.Graph) -> int:
         graph.erase_node(node)
         changed += 1
     return changed
+
+
+def drop_derivatives(graph: fx.Graph) -> None:
+    """Puts the twins of our ops into a post-grad graph, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = no_grad.get(node.target, node.target)
 
 
 def _infer_form(target) -> torch._ops.OpOverload | None:

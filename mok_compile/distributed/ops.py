@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, ops
+from mok_compile.define import define, no_grad
 from mok_compile.distributed import transports
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.distributed.transports import Call, Operands, Saved
@@ -30,12 +31,6 @@ from mok_compile.spec import ExpertsSpec
 lib = torch.library.Library("mok", "FRAGMENT")
 _OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor[] down, Tensor[] up_bias, Tensor[] down_bias"
 _HOW = "str transport, str group, SymInt ranks, SymInt num_experts, str spec, str engine"
-lib.define(f"experts_parallel({_OPERANDS}, {_HOW}) -> (Tensor y, Tensor rows, Tensor h, Tensor plan)")
-lib.define(f"experts_parallel_infer({_OPERANDS}, {_HOW}) -> Tensor")
-lib.define(
-    f"experts_parallel_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor h, Tensor plan, {_HOW}, bool[] needs)"
-    " -> Tensor[]"
-)
 _TENSORS = 7  # arguments before `transport`
 
 
@@ -94,15 +89,25 @@ def _experts_parallel_backward_fake(dy, *args):
     return [t for group, need in zip(groups, needs, strict=True) if need for t in group]
 
 
-for _name, _kernel, _fake in (
-    ("experts_parallel", _experts_parallel, _experts_parallel_fake),
-    ("experts_parallel_infer", _experts_parallel_infer, _experts_parallel_infer_fake),
-    ("experts_parallel_backward", _experts_parallel_backward, _experts_parallel_backward_fake),
-):
-    lib.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mok::{_name}", _fake, lib=lib)
-
-
+define(
+    lib,
+    f"experts_parallel({_OPERANDS}, {_HOW}) -> (Tensor y, Tensor rows, Tensor h, Tensor plan)",
+    _experts_parallel,
+    _experts_parallel_fake,
+)
+define(
+    lib,
+    f"experts_parallel_infer({_OPERANDS}, {_HOW}) -> Tensor",
+    _experts_parallel_infer,
+    _experts_parallel_infer_fake,
+)
+define(
+    lib,
+    f"experts_parallel_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor h, Tensor plan, {_HOW}, bool[] needs)"
+    " -> Tensor[]",
+    _experts_parallel_backward,
+    _experts_parallel_backward_fake,
+)
 ops.register_gradient("experts_parallel", lib)
 torch.library.register_autograd("mok::experts_parallel_infer", ops.nothing_saved, lib=lib)
 torch.library.register_autograd("mok::experts_parallel_backward", ops.no_double_backward, lib=lib)
@@ -117,5 +122,9 @@ def _backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None, **kwar
     return ops.flops(x, ids, up, down, 2)
 
 
-register_flop_formula([torch.ops.mok.experts_parallel, torch.ops.mok.experts_parallel_infer])(_flops)
-register_flop_formula(torch.ops.mok.experts_parallel_backward)(_backward_flops)
+for _op, _formula in (
+    (torch.ops.mok.experts_parallel, _flops),
+    (torch.ops.mok.experts_parallel_infer, _flops),
+    (torch.ops.mok.experts_parallel_backward, _backward_flops),
+):
+    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_formula)
