@@ -5,8 +5,8 @@
 
 Candidates: `op` is the fused op alone (routing given), `op-lists` the same with a tensor for each expert, `mok` the
 Hugging Face block under backend="mok", `hf` the same block under Inductor, `mok-graphs` and `hf-graphs` these with
-mode="reduce-overhead", `sonic` SonicMoE with the default tiles of QuACK's matrix products, `sonic-tuned` with the tiles that
-QuACK's tuner finds (the first call compiles them, a minute or more), `bound` the block's matrix products alone,
+mode="reduce-overhead", `sonic` SonicMoE with the default tiles of QuACK's matrix products, `sonic-tuned` with the tiles
+that QuACK's tuner finds (the first call compiles them, a minute or more), `bound` the block's matrix products alone,
 perfectly balanced and gathered, through cuBLAS' batched product. FLOPs: 6 T K H I forward, three times that with
 backward. Writes a line of JSON per measurement and a table. A warm card is slower than a cold one: compare only figures
 of one run.
