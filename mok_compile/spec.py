@@ -65,6 +65,10 @@ class ExpertsSpec:
 
     def to_json(self) -> str:
         """One line that goes into the op call and into reports; `from_json` reads it back."""
+        return self._line
+
+    @functools.cached_property
+    def _line(self) -> str:
         fields = {"activation": self.activation, "layout": self.layout, "out_dtype": self.out_dtype}
         if self.weight_on != "output":
             fields["weight_on"] = self.weight_on

@@ -14,6 +14,7 @@ rank, phase and counts where the communication fails.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -40,12 +41,19 @@ def call_of(
     """The arguments of ``mok::experts_parallel`` behind its tensors: (transport, group, ranks, num_experts, spec,
     engine). `problem` is that of this rank's experts; `engine` and `transport` are names or "auto"."""
     sharding = Sharding(num_experts, ranks)
-    problem = replace(problem, top_k=1, num_experts=sharding.per_rank)
+    problem = _of_rows(problem, sharding.per_rank)
     chosen = engines.choose(transports.row_spec(spec, problem.dtype), problem, engine).name
     call = Call(spec, chosen, group, sharding)
     return transports.choose(call, problem, transport), group, ranks, num_experts, spec.to_json(), chosen
 
 
+@functools.lru_cache(maxsize=1024)
+def _of_rows(problem: Problem, experts: int) -> Problem:
+    """The problem of one rank's experts, with one slot for each row."""
+    return replace(problem, top_k=1, num_experts=experts)
+
+
+@functools.lru_cache(maxsize=1024)
 def _call(transport, group, ranks, num_experts, spec, engine) -> Call:
     sharding, options = Sharding(num_experts, ranks), transports.options_of(transport)
     return Call(ExpertsSpec.from_json(spec), engine, group, sharding, options)
@@ -72,7 +80,7 @@ def _experts_parallel_backward(dy, *args):
 
 
 def _experts_parallel_fake(*args):
-    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call(*args[_TENSORS:])
+    operands, transport, call = Operands(*args[:_TENSORS]), args[_TENSORS], _call.__wrapped__(*args[_TENSORS:])
     saved = transports.get(transport).saved(operands, call)
     return _experts_parallel_infer_fake(*args), saved.rows, saved.h, saved.plan
 

@@ -108,7 +108,8 @@ def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
     """The best transport for a call, or the `wanted` one: its name, then what is set of it. On a GPU a warning says
     once why a better one is passed over. ValueError if the `wanted` one cannot run it."""
     for text in TRANSPORTS if wanted == "auto" else (wanted,):
-        reason = get(text).supports(replace(call, options=options_of(text)), problem)
+        options = options_of(text)
+        reason = get(text).supports(call if options == call.options else replace(call, options=options), problem)
         if reason is None:
             return text
         if wanted == "auto" and problem.device.type == "cuda":
@@ -116,6 +117,7 @@ def choose(call: Call, problem: Problem, wanted: str = "auto") -> str:
     raise ValueError(f"transport {wanted!r} cannot run this block: {reason}")
 
 
+@cache
 def row_spec(spec: ExpertsSpec, dtype: torch.dtype) -> ExpertsSpec:
     """`spec` for rows that are combined elsewhere: what an expert makes of one row, in `dtype`."""
     return replace(spec, out_dtype=dtype_name(dtype))
