@@ -85,6 +85,103 @@ def test_it_is_asked_for():
     assert backend.fused == 0 and len(backend.graphs) > 1
 
 
+class Filled(Loop):
+    """The training of DeepSeek's model files."""
+
+    def mix(self, x, ids, weights):
+        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            y[flat == e] = expert(rows[flat == e])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class FilledInPart(Filled):
+    """Rows of the last expert stay what they were."""
+
+    def mix(self, x, ids, weights):
+        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = rows.clone()
+        for e, expert in enumerate(self.experts[:-1]):
+            y[flat == e] = expert(rows[flat == e])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class FilledByNeighbours(Filled):
+    def mix(self, x, ids, weights):
+        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            y[flat == e] = expert(rows.roll(1, 0)[flat == e])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class FilledWhereAny(Filled):
+    def mix(self, x, ids, weights):
+        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            if (flat == e).any():
+                y[flat == e] = expert(rows[flat == e])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class FilledFromTheMean(Filled):
+    def mix(self, x, ids, weights):
+        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            out = expert(rows[flat == e])
+            y[flat == e] = out - out.mean()
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def step(model, run, x):
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = run(x)
+    y.backward(torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_loop_that_fills_rows_by_masks_needs_no_asking(fullgraph, dynamic):
+    model, x, backend = Filled(), tokens(), Ours(capture=False)
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    for wanted, found in zip(step(model, model, x), step(model, compiled, x), strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert (len(backend.graphs), backend.fused) == (1, 1)
+
+
+@pytest.mark.parametrize("make", [FilledInPart, FilledByNeighbours, FilledWhereAny, FilledFromTheMean])
+def test_a_loop_that_fills_other_rows_is_traced_as_ever(make):
+    model, x, backend, theirs = make(), tokens(), Ours(capture=False), []
+
+    def other(gm, inputs):
+        theirs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(model, backend=backend)
+    for wanted, found in zip(step(model, model, x), step(model, compiled, x), strict=True):
+        equal = found is None or not found.any() if wanted is None else torch.allclose(found, wanted, rtol=1e-9)
+        assert equal
+    assert backend.fused == 0
+    torch._dynamo.reset()
+    watch()
+    run(model, x, other)
+    assert len(backend.graphs) == len(theirs)
+
+
+def test_other_backends_see_no_flags_for_such_a_loop():
+    def other(gm, inputs):
+        assert not any(getattr(torch._dynamo.config, name) for name in FLAGS)
+        return gm.forward
+
+    model, x = Filled(), tokens()
+    assert torch.allclose(run(model, x, other), model(x), rtol=1e-9)
+
+
 class Masked(nn.Module):
     """No block: what a mask picks stays a matter of the data."""
 

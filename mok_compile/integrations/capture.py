@@ -2,13 +2,17 @@
 
 Dynamo breaks the graph at such an op, unless its flags say otherwise or the user wants one graph. A loop that picks an
 expert's rows by a mask would so be cut into pieces in which nothing is left to fuse. While Dynamo traces for our
-backend, and only then, the flags are on. A graph in which such sizes are left after fusion is traced once more with
-the flags as the user has them: what is not fused compiles as it always did.
+backend, and only then, the flags are on: for all frames with ``mok.capture``, for others once it meets a method that
+fills rows by an expert's mask, as the training of DeepSeek's model files does. A graph in which such sizes are left
+after fusion is traced once more with the flags as the user has them: what is not fused compiles as it always did.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
+import types
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,11 +21,46 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mok_compile import ops
-from mok_compile.integrations.tracing import options_of, trace_again
+from mok_compile.integrations.tracing import options_of, our_options, trace_again
 
 _FLAGS = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 # Dynamo compiles one frame at a time, under a lock; the flags of an outer compile hold for those inside.
 _on: list[AbstractContextManager] = []
+_given_up: list[bool] = []  # holds True for the rest of a compile in which the flags were of no use
+
+
+def may_fill(function: Any) -> bool:
+    """Whether `function` can hold ``y[ids == e] = expert(x[ids == e])`` in a loop, judged by its code object."""
+    plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
+    names = {*function.__code__.co_names, *function.__code__.co_varnames} if plain else set()
+    if not any("expert" in name for name in names):
+        return False
+    steps = list(dis.get_instructions(function))
+    equal = any(step.opname == "COMPARE_OP" and "==" in step.argrepr for step in steps)
+    return equal and {"FOR_ITER", "STORE_SUBSCR"} <= {step.opname for step in steps}
+
+
+def install(cls: type, name: str, function: types.FunctionType) -> None:
+    """Gives the method of `cls` its traced form."""
+
+    @functools.wraps(function)
+    def method(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            _ask_for_masks()
+        return function(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+@torch._dynamo.assume_constant_result
+def _ask_for_masks() -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    settings = InstructionTranslator.current_tx().output.shape_env.settings
+    if settings.allow_dynamic_output_shape_ops or _given_up or our_options() is None:
+        return
+    _begin_now()
+    trace_again("a loop picks its experts' rows by masks")
 
 
 def watch() -> None:
@@ -30,8 +69,8 @@ def watch() -> None:
 
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
-    if _end not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_end)
+    if _forget not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_forget)
 
 
 def trace_again_if_open(gm: fx.GraphModule) -> None:
@@ -42,6 +81,7 @@ def trace_again_if_open(gm: fx.GraphModule) -> None:
     if not _on or not any(_open(node) for module in gm.modules() for node in _nodes(module)):
         return
     _end()
+    _given_up.append(True)
     trace_again("sizes that only the data tells are left")
 
 
@@ -52,14 +92,26 @@ def _begin(*_) -> None:
     options = options_of(compile_frame.get("compiler_fn"))
     if options is None or not options.capture or all(getattr(torch._dynamo.config, name) for name in _FLAGS):
         return
-    patch = torch._dynamo.config.patch(**_FLAGS)
+    _begin_now()
+
+
+def _begin_now() -> None:
+    # Not those that are on by now: `counts` may be who puts them back.
+    patch = torch._dynamo.config.patch(
+        {name: on for name, on in _FLAGS.items() if not getattr(torch._dynamo.config, name)}
+    )
     patch.__enter__()
     _on.append(patch)
 
 
-def _end(*_) -> None:
+def _end() -> None:
     while _on:
         _on.pop().__exit__(None, None, None)
+
+
+def _forget(*_) -> None:
+    _end()
+    _given_up.clear()
 
 
 def _compile_frame() -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.utils import np  # None where there is none
 from torch.utils import _contextlib
 
-from mok_compile.integrations import counts
+from mok_compile.integrations import capture, counts
 from mok_compile.integrations.tracing import constant_of_module, our_options, trace_again, variable_of
 from mok_compile.options import Options
 
@@ -52,6 +52,8 @@ def open_doors() -> None:
                 _install(cls, name, function)
             elif counts.may_count(function):
                 counts.install(cls, name, function)
+            elif capture.may_fill(function):
+                capture.install(cls, name, function)
             if vars(cls)[name] is not function:
                 replaced[function] = vars(cls)[name]
     _replace_held(replaced)
