@@ -91,10 +91,13 @@ def _route_fake(x, weight, bias, correction, router, engine):
 
 
 def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
+    operands = (x, weight, bias, correction, expert_scale)
+    direct = engines.direct.get((engine, "route_infer"))
+    if direct and (made := direct(*operands, router, engine)):
+        return tuple(made)
     spec = RouterSpec.from_json(router)
     check(x, weight, bias, correction, spec)
     check_scale(x, weight, expert_scale, spec)
-    operands = (x, weight, bias, correction, expert_scale)
     with torch._C._DisableAutocast():
         few = engines.router_tokens(engine, spec, weight) > 0
         made = engines.get(engine).route_few(*operands, spec) if few else routing.route_and_weigh(*operands, spec)

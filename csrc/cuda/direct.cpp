@@ -1,6 +1,7 @@
-// The ops mok_sm90::experts*: mok::experts* with the very arguments of a call, for what most calls are: stacked weights
-// without gaps and a spec that this library has been told of. They check what Python would, in a tenth of its time, and
-// give an empty list where anything is different: then Python says what is wrong, or prepares the operands.
+// The ops mok_sm90::experts* and mok_sm90::route_infer: those of mok:: with the very arguments of a call, for what most
+// calls are: stacked weights without gaps, and a spec or router that this library has been told of. They check what
+// Python would, in a tenth of its time, and give an empty list where anything is different: then Python says what is
+// wrong, or prepares the operands.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -27,13 +28,22 @@ struct Spec {
   Dtype out;
 };
 
-class Specs {
+// And of a RouterSpec, for operands of some dtypes; those of nothing are -1.
+struct Router {
+  RouteProgram program;
+  int64_t x, correction, scale;
+  Dtype weights;
+};
+
+// What the library has been told.
+template <class Value>
+class Known {
  public:
-  void tell(const std::string& name, const Spec& spec) {
+  void tell(std::string_view name, const Value& value) {
     const std::unique_lock lock(mutex_);
-    known_.insert_or_assign(name, spec);
+    known_.insert_or_assign(std::string(name), value);
   }
-  std::optional<Spec> find(std::string_view name) const {
+  std::optional<Value> find(std::string_view name) const {
     const std::shared_lock lock(mutex_);
     const auto found = known_.find(name);
     return found == known_.end() ? std::nullopt : std::optional(found->second);
@@ -41,11 +51,15 @@ class Specs {
 
  private:
   mutable std::shared_mutex mutex_;
-  std::map<std::string, Spec, std::less<>> known_;
+  std::map<std::string, Value, std::less<>> known_;
 };
 
-Specs& specs() {
-  static Specs all;
+Known<Spec>& specs() {
+  static Known<Spec> all;
+  return all;
+}
+Known<Router>& routers() {
+  static Known<Router> all;
   return all;
 }
 
@@ -226,11 +240,64 @@ void experts_backward_op(StableIValue* stack, uint64_t, uint64_t) {
   }));
 }
 
+// A router's x, weight, bias, correction, expert_scale.
+void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
+  const Tensor x = to<Tensor>(stack[0]), weight = to<Tensor>(stack[1]);
+  const MaybeTensor bias = to<MaybeTensor>(stack[2]), correction = to<MaybeTensor>(stack[3]),
+                    scale = to<MaybeTensor>(stack[4]);
+  const Text spec(stack[5]), engine(stack[6]);
+  stack[0] = from(Tensors{});
+  const std::optional<Router> router = routers().find(spec.view());
+  if (engine.view() != "sm90" || !can_ask_for_streams() || !router || x.dim() != 2 || weight.dim() != 2) return;
+  constexpr int64_t kTokens = 256;  // MAX_TOKENS in mok_compile/engines/sm90_router.py
+  const int64_t tokens = x.size(0), depth = x.size(1), experts = weight.size(0);
+  const ScalarType dtype = x.scalar_type();
+  const int32_t device = x.get_device_index();
+  const RouteProgram& program = router->program;
+  // A number of `told` for each expert; of any shape, as corrections may be.
+  const auto is_vector = [&](const MaybeTensor& t, int64_t told) {
+    if (!t || told < 0) return !t && told < 0;
+    return t->numel() == experts && t->is_contiguous() && t->is_cuda() && t->get_device_index() == device &&
+           t->scalar_type() == scalar_of(dtype_of(told));
+  };
+  if (tokens < 1 || tokens > kTokens || depth < 8 || depth % 8 || experts < program.top_k || experts > kMaxRouted ||
+      !is_hopper(device) || dtype != scalar_of(dtype_of(router->x)) || !is_dense(x, {tokens, depth}, dtype, device) ||
+      !is_dense(weight, {experts, depth}, dtype, device) || !is_vector(bias, bias ? router->x : -1) ||
+      !is_vector(correction, router->correction) || !is_vector(scale, router->scale) ||
+      (program.groups && (experts % program.groups || experts / program.groups < program.group_best)))
+    return;
+  const DeviceGuard guard(device);
+  stack[0] = from(if_there_is_room([&] {
+    const Tensor logits = empty({tokens, experts}, dtype, x);
+    const Tensor weights = empty({tokens, program.top_k}, scalar_of(router->weights), x);
+    const Tensor ids = empty({tokens, program.top_k}, ScalarType::Long, x);
+    RouteArguments in{tokens, depth, experts, dtype_of(x), program, x.data_ptr(), weight.data_ptr(), data_of(bias)};
+    in.correction = data_of(correction);
+    if (correction) in.correction_dtype = dtype_of(*correction);
+    in.scale = data_of(scale);
+    if (scale) in.scale_dtype = dtype_of(*scale);
+    in.logits = logits.data_ptr();
+    in.weights = weights.data_ptr();
+    in.weights_dtype = router->weights;
+    in.ids = static_cast<int64_t*>(ids.data_ptr());
+    require(route(in, stream_of(current_stream(device))));
+    return Tensors{logits, weights, ids};
+  }));
+}
+
 // The last number is a `Dtype`.
 void tell_op(StableIValue* stack, uint64_t, uint64_t) {
   const Text spec(stack[0]);
   const auto layout = to<int64_t>(stack[1]), out = to<int64_t>(stack[3]);
-  specs().tell(std::string(spec.view()), {layout_of(layout), activation_of(to<Doubles>(stack[2])), dtype_of(out)});
+  specs().tell(spec.view(), {layout_of(layout), activation_of(to<Doubles>(stack[2])), dtype_of(out)});
+}
+
+// `program` as for program_of(); then the dtypes of x, correction, scale (-1: none) and of the routing weights.
+void tell_router_op(StableIValue* stack, uint64_t, uint64_t) {
+  const Text router(stack[0]);
+  const auto x = to<int64_t>(stack[2]), correction = to<int64_t>(stack[3]), scale = to<int64_t>(stack[4]);
+  const auto weights = to<int64_t>(stack[5]);
+  routers().tell(router.view(), {program_of(to<Doubles>(stack[1])), x, correction, scale, dtype_of(weights)});
 }
 
 }  // namespace
@@ -244,15 +311,23 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_sm90, m) {
   m.def(("experts_backward(Tensor dy, " + block + "Tensor h, Tensor order, Tensor offsets, " + how +
          ", bool[] needs) -> Tensor[]")
             .c_str());
+  m.def(
+      "route_infer(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? expert_scale, str router, "
+      "str engine) -> Tensor[]");
+  m.def("tell_router(str router, float[] program, int x, int correction, int scale, int weights) -> ()");
   m.def("tell(str spec, int layout, float[] activation, int out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) { m.impl("tell", &tell_op); }
+STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
+  m.impl("tell", &tell_op);
+  m.impl("tell_router", &tell_router_op);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("experts", &experts_op);
   m.impl("experts_infer", &experts_infer_op);
   m.impl("experts_backward", &experts_backward_op);
+  m.impl("route_infer", &route_infer_op);
 }
 
 }  // namespace mok::sm90

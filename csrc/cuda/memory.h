@@ -11,7 +11,7 @@
 namespace mok::sm90 {
 
 // Not enough memory for so many bytes. The exception that torch had for it does not come through its stable interface:
-// Python asks for as many again, see `_no_room` in mok_compile/engines/sm90.py.
+// Python asks for as many again, see `_made` in mok_compile/engines/sm90.py.
 struct NoRoom {
   int64_t bytes;
 };
@@ -41,7 +41,9 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype, cons
   const auto number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   if (aoti_torch_empty_strided(dims, sizes, strides, number, aoti_torch_device_type_cuda(), on.get_device_index(),
                                &made) != AOTI_TORCH_SUCCESS)
-    throw NoRoom{step * (dtype == ScalarType::Float || dtype == ScalarType::Int ? 4 : 2)};
+    throw NoRoom{step * (dtype == ScalarType::Long                                ? 8
+                         : dtype == ScalarType::Float || dtype == ScalarType::Int ? 4
+                                                                                  : 2)};
   return Tensor(made);
 }
 

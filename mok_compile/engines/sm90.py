@@ -107,6 +107,7 @@ class Sm90:
         fits = program is not None and x.shape[0] <= self.router_tokens(router, weight)
         if not fits or weight.data_ptr() % 16 or build.failure("sm90"):
             return routing.route_and_weigh(*operands, router)
+        _tell_router(router, *(None if t is None else t.dtype for t in (x, correction, expert_scale)))
         vectors = [None if v is None else v.contiguous() for v in operands[2:]]
         with torch.cuda.device(x.device):
             logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *vectors, router, program, stream_of(x))
@@ -128,6 +129,15 @@ def _tell(spec: ExpertsSpec) -> None:
         torch.ops.mok_sm90.tell(spec.to_json(), *numbers_of(spec), NUMBERS[spec.dtype])
     for op in ("experts", "experts_infer", "experts_backward"):
         engines.direct["sm90", op] = getattr(torch.ops.mok_sm90, op).default
+
+
+@functools.cache
+def _tell_router(router: RouterSpec, x: torch.dtype, correction: torch.dtype | None, scale: torch.dtype | None) -> None:
+    """The same for calls with this router and operands of these dtypes."""
+    program = sm90_router.program(router, x, correction, scale)
+    dtypes = (-1 if dtype is None else NUMBERS[dtype] for dtype in (x, correction, scale, program.weights))
+    torch.ops.mok_sm90.tell_router(router.to_json(), program.numbers, *dtypes)
+    engines.direct["sm90", "route_infer"] = torch.ops.mok_sm90.route_infer.default
 
 
 def _block(x, ids, weights, experts: Experts, where: Storage, spec: ExpertsSpec) -> tuple:

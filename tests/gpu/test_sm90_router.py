@@ -290,3 +290,44 @@ def test_a_training_step_routes_with_torch():
         torch.cuda.synchronize()
     assert not any("route_kernel" in e.name for e in seen.events())
     assert block.gate.grad.isfinite().all() and block.gate.grad.any()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_direct_calls_have_the_bits_of_prepared_ones(name):
+    for seed, extra in enumerate((FP32, BF16)):
+        router = Router(name, (17, 136, 64, 6), extra=extra, seed=seed)
+        logits, _, weights, ids = router.run()
+        how = router.spec.to_json(), "sm90"
+        first = torch.ops.mok.route_infer(*router.operands, *how)  # the library is told of the router
+        poison()
+        made = torch.ops.mok_sm90.route_infer(*router.operands, *how)
+        assert len(made) == 3 and same(made, (logits, weights, ids)) and same(first, made)
+        assert [t.dtype for t in made] == [t.dtype for t in first]
+
+
+def test_direct_calls_are_refused_where_something_is_to_be_done():
+    router = Router("kolibri", (16, 128, 64, 4))
+    how = router.spec.to_json(), "sm90"
+    torch.ops.mok.route_infer(*router.operands, *how)
+    x, weight, bias, correction, scale = router.operands
+    for operands in (
+        (unaligned(x), weight, bias, correction, scale),
+        (x.t().contiguous().t(), weight, bias, correction, scale),
+        (x[:0], weight, bias, correction, scale),
+        (x.repeat(17, 1), weight, bias, correction, scale),
+        (x.half(), weight.half(), bias, correction, scale),
+        (x[:, :64], weight, bias, correction, scale),
+        (x, unaligned(weight), bias, correction, scale),
+        (x, weight, weight[:, 0], correction, scale),
+        (x, weight, bias, None, scale),
+        (x, weight, bias, correction.double(), scale),
+        (x, weight, bias, correction.bfloat16(), scale),
+        (x, weight, bias, correction[:63], scale),
+        (x, weight, bias, correction.cpu(), scale),
+        (x, weight, bias, correction, correction),
+    ):
+        assert torch.ops.mok_sm90.route_infer(*operands, *how) == []
+    assert torch.ops.mok_sm90.route_infer(*router.operands, how[0], "portable") == []
+    other = replace(router.spec, top_k=5).to_json()
+    assert torch.ops.mok_sm90.route_infer(*router.operands, other, "sm90") == []
+    assert torch.ops.mok_sm90.route_infer(*router.operands, *how)
