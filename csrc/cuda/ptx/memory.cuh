@@ -42,6 +42,9 @@ __device__ __forceinline__ void store_release_system(int* p, int value) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+// Orders what this thread has written, or has seen written, before what it writes next, for all GPUs.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value)::"memory");

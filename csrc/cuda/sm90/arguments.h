@@ -344,7 +344,10 @@ struct CombineArguments {
   const float* dscore;  // null: none
   int64_t dscore_tiles;
   void* dweights;
-  const Group* push;  // not null: the tokens are those of all its ranks, and the sums go there instead of to `out`
+  // Not null: the tokens are those of all its ranks, and the sums go there instead of to `out`. Those of dscore do so
+  // too, unless there are dweights. `ends`: nothing more is pushed, see `finish`.
+  const Group* push;
+  bool ends;
 };
 const char* combine(const CombineArguments& arguments, void* stream);
 

@@ -11,17 +11,16 @@ namespace {
 constexpr int kCombineThreads = 256, kColumns = 256;
 constexpr int kMaxSlots = 32;  // slots per token: one per lane
 
-// One warp's sum of task % slabs-th columns of token task / slabs.
+// One warp's sum of task % slabs-th columns of a token.
 template <class T, bool kPush>
-__device__ __forceinline__ void combine_columns(int64_t task, const T* rows, const Plan& plan, const Numbers& weights,
-                                                const Numbers& out, int64_t out_stride, const float* dscore,
-                                                int dscore_tiles, const Numbers& dweights, int tokens, int top_k,
-                                                int columns, int slabs, const Group& group) {
+__device__ __forceinline__ void combine_columns(int64_t token, int slab, const T* rows, const Plan& plan,
+                                                const Numbers& weights, const Numbers& out, int64_t out_stride,
+                                                const float* dscore, int dscore_tiles, const Numbers& dweights,
+                                                int tokens, int top_k, int columns, const Group& group) {
   const int lane = threadIdx.x % 32;
-  int64_t token = task / slabs;
-  // The ranks take turns: all of one together would leave the link idle, or memory.
-  if (kPush) token = (group.rank + 1 + token % group.ranks) % group.ranks * group.capacity + token / group.ranks;
-  const int column = int(task % slabs) * kColumns + lane * 8;
+  const int column = slab * kColumns + lane * 8;
+  const int source = kPush ? int(token / group.capacity) : 0;
+  const int64_t local = token - source * group.capacity;  // its number there
   const float poison = *plan.error ? __int_as_float(0x7FC00000) : 0.0f;
 
   int position = -1;
@@ -30,11 +29,14 @@ __device__ __forceinline__ void combine_columns(int64_t task, const T* rows, con
     const int64_t slot = token * top_k + lane;
     position = plan.position[slot];
     if (weights.data) weight = weights.load(slot);
-    if (dscore && task % slabs == 0) {
+    if (dscore && slab == 0) {
       float sum = poison;
       if (position >= 0)
         for (int n = 0; n < dscore_tiles; ++n) sum += dscore[n * int64_t(tokens) * top_k + position];
-      dweights.store(slot, sum);
+      if (!kPush || dweights.data)
+        dweights.store(slot, sum);
+      else if (position >= 0)
+        in_window<float>(group, source, group.window.scores)[local * top_k + lane] = sum;
     }
   }
   if (kPush && (*plan.error != 0 || __ballot_sync(~0u, position >= 0) == 0)) return;
@@ -56,29 +58,52 @@ __device__ __forceinline__ void combine_columns(int64_t task, const T* rows, con
   }
   if (column >= columns) return;
   if constexpr (kPush) {
-    const int source = int(token / group.capacity);
-    const int64_t row = group.rank * group.capacity + (token - source * group.capacity);
-    store8<T>({in_window<T>(group, source, group.window.sums), out.dtype}, row * out_stride + column, sum);
+    store8<T>({in_window<T>(group, source, group.window.sums), out.dtype},
+              (group.rank * group.capacity + local) * out_stride + column, sum);
   } else {
     store8<T>(out, token * out_stride + column, sum);
   }
 }
 
 // kPush: the tokens are those of all ranks of `group`, and a sum goes into the window of its token's rank. Tokens
-// without an expert here have none.
+// without an expert here have none. With `ends`, the last CTA ends what this rank has to push.
 template <class T, bool kPush>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const T* rows, Plan plan, Numbers weights, Numbers out, int64_t out_stride, const float* dscore,
-                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs,
+                   int dscore_tiles, Numbers dweights, int tokens, int top_k, int columns, int slabs, bool ends,
                    const __grid_constant__ Group group) {
   const int64_t first = (blockIdx.x * int64_t(kCombineThreads) + threadIdx.x) / 32;
-  for (int64_t task = first; task < int64_t(tokens) * slabs; task += gridDim.x * int64_t(kCombineThreads / 32))
-    combine_columns<T, kPush>(task, rows, plan, weights, out, out_stride, dscore, dscore_tiles, dweights, tokens, top_k,
-                              columns, slabs, group);
-  // The end of a kernel does not order what it wrote to another GPU before what the next kernel tells that GPU.
-  if (kPush) {
+  const int64_t warps = gridDim.x * int64_t(kCombineThreads / 32);
+  const auto sum = [&](int64_t token, int slab) {
+    combine_columns<T, kPush>(token, slab, rows, plan, weights, out, out_stride, dscore, dscore_tiles, dweights, tokens,
+                              top_k, columns, group);
+  };
+  if constexpr (!kPush) {
+    for (int64_t task = first; task < int64_t(tokens) * slabs; task += warps) sum(task / slabs, int(task % slabs));
+  } else {
+    // The ranks take turns: all of one together would leave the link idle, or memory. There is room for more tokens than
+    // there may be.
+    __shared__ int counts[kMaxRanks], most;
+    if (threadIdx.x == 0) most = 0;
     __syncthreads();
-    if (threadIdx.x == 0) __threadfence_system();
+    for (int r = threadIdx.x; r < group.ranks; r += kCombineThreads) {
+      const int count = __ldcg(header(group, group.rank) + Window::kTokens + r);
+      counts[r] = count > group.capacity ? 0 : count;
+      atomicMax(&most, counts[r]);
+    }
+    __syncthreads();
+    for (int64_t task = first; task < int64_t(most) * group.ranks * slabs; task += warps) {
+      const int turn = int(task / slabs), source = (group.rank + 1 + turn % group.ranks) % group.ranks;
+      const int local = turn / group.ranks;
+      if (local < counts[source]) sum(source * group.capacity + local, int(task % slabs));
+    }
+    // The end of a kernel does not order what it wrote to another GPU before what the next kernel tells that GPU.
+    if (ends) {
+      end_pushing(group, plan.error, plan.rows, int(plan.room));
+    } else {
+      __syncthreads();
+      if (threadIdx.x == 0) ptx::fence_system();
+    }
   }
 }
 
@@ -93,7 +118,7 @@ const char* run(const CombineArguments& in, void* stream) {
     kernel<<<unsigned(std::min((threads + kCombineThreads - 1) / kCombineThreads, most)), kCombineThreads, 0,
              static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(in.rows), in.plan, weights, out, in.out_stride, in.dscore, int(in.dscore_tiles), dweights,
-        int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs, in.push ? *in.push : Group{});
+        int(in.sizes.tokens), int(in.sizes.top_k), int(in.columns), slabs, in.ends, in.push ? *in.push : Group{});
   };
   in.push ? launch(combine_kernel<T, true>) : launch(combine_kernel<T, false>);
   return check(cudaGetLastError());

@@ -42,11 +42,12 @@ __global__ void __launch_bounds__(kExchangeThreads)
       }
     }
   }
-  if (thread == 0) {
-    header(g, g.rank)[Window::kCall] = call;
-    if (routed) header(g, g.rank)[Window::kTokens] = tokens;
+  if (!is_last(g, Group::kPublishing)) return;
+  for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) {  // the thread that sets the flag afterwards
+    header(g, r)[Window::kTokens + g.rank] = tokens;
+    header(g, r)[Window::kCall + g.rank] = call;
   }
-  if (is_last(g, Group::kPublishing)) tell_all(g, Window::kPublished);
+  tell_all(g, Window::kPublished);
 }
 
 // One CTA waits for all ranks, so that others find room on the device: what the late rank waits for may be among them.
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
   __shared__ int counts[kMaxRanks];  // tokens of each rank
   const bool well = !has_failed(g);
   for (int r = threadIdx.x; r < g.ranks; r += blockDim.x) {
-    const int tokens = well ? __ldcg(header(g, r) + Window::kTokens) : 0;
+    const int tokens = well ? __ldcg(header(g, g.rank) + Window::kTokens + r) : 0;
     if (tokens > g.capacity && blockIdx.x == 0) fail(g, Fault::kTokens, r, tokens, int(g.capacity));
     counts[r] = tokens > g.capacity ? 0 : tokens;
   }
@@ -96,13 +97,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
     const int source = int(i / per_rank);
     if (ids[i] >= 0) in_window<float>(g, source, g.window.scores)[i - source * per_rank] = scores[i];
   }
-  if (!is_last(g, Group::kPushing)) return;
-  if (threadIdx.x == 0 && error && *error != 0 && !has_failed(g)) {
-    const bool full = *count > room;
-    fail(g, full ? Fault::kRows : Fault::kStuck, g.rank, full ? *count : *error, room);
-  }
-  __syncthreads();
-  tell_all(g, Window::kFinished);
+  end_pushing(g, error, count, room);
 }
 
 // The sorted rows [count, H], each into the place of its slot in its rank's window.
@@ -118,15 +113,19 @@ __global__ void __launch_bounds__(kExchangeThreads)
              rows + int64_t(row) * chunks, chunks);
   }
   __syncthreads();
-  if (threadIdx.x == 0) __threadfence_system();  // as in combine_kernel
+  if (threadIdx.x == 0) ptx::fence_system();  // as in combine_kernel
 }
 
 // Sums what was pushed; or, with `position`, only fills that with the slots that have an expert.
 template <class T>
 __global__ void __launch_bounds__(kExchangeThreads, 2)
     sum_kernel(const __grid_constant__ Group g, const void* ids, Dtype ids_dtype, Numbers out, Numbers scores,
-               int tokens, int hidden, int top_k, int experts, int experts_per_rank, int* position) {
-  const float poison = has_failed(g) ? __int_as_float(0x7FC00000) : 0.0f;
+               int tokens, int hidden, int top_k, int experts, int experts_per_rank, int* position,
+               const __grid_constant__ Marks marks) {
+  const bool failed = has_failed(g);
+  const float poison = failed ? __int_as_float(0x7FC00000) : 0.0f;
+  if (failed && blockIdx.x == 0 && threadIdx.x < marks.count)
+    Numbers{marks.at[threadIdx.x], marks.dtype}.store(0, poison);
   const int lane = threadIdx.x % 32, warps = gridDim.x * (kExchangeThreads / 32);
   const T* const sums = in_window<T>(g, g.rank, g.window.sums);
   for (int token = blockIdx.x * (kExchangeThreads / 32) + threadIdx.x / 32; token < tokens; token += warps) {
@@ -166,7 +165,11 @@ __global__ void __launch_bounds__(kExchangeThreads, 2)
       if (column < hidden) store8<T>(out, int64_t(token) * hidden + column, sum);
     }
   }
-  if (is_last(g, Group::kSumming) && threadIdx.x == 0) g.state[Group::kDone] += 1;
+  // Nothing is handed over: what comes after on the stream sees all of it.
+  if (threadIdx.x == 0 && atomicAdd(g.state + Group::kSumming, 1) == int(gridDim.x) - 1) {
+    g.state[Group::kSumming] = 0;
+    g.state[Group::kDone] += 1;
+  }
 }
 
 int grid_for(int64_t work, int most) {
@@ -229,7 +232,7 @@ const char* run_sum(const SumArguments& in, void* stream) {
   sum_kernel<T>
       <<<grid_for(n.tokens * 32, 4 * multiprocessors()), kExchangeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
           in.group, in.ids, in.ids_dtype, out, scores, int(n.tokens), int(n.hidden), int(n.top_k), int(n.experts),
-          int(in.experts_per_rank), in.position);
+          int(in.experts_per_rank), in.position, in.marks);
   return check(cudaGetLastError());
 }
 

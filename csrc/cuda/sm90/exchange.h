@@ -11,8 +11,8 @@
 //   push      the sum over a token's slots here goes into its rank's window, one row for each pair of ranks
 //   sum       every rank adds up what the ranks have pushed, in order of the ranks
 //
-// Nothing but the two flags of a pair of ranks (published, finished) tells them of each other, and no window needs to
-// be double: a rank publishes again only once all ranks have finished, hence read; it is written into only after it has
+// Nothing but the two flags of a pair of ranks (published, finished) tells them of each other, and what comes with the
+// first. No window needs to be double: a rank publishes again only once all ranks have finished, hence read; it is written into only after it has
 // published again, hence has summed.
 #pragma once
 
@@ -31,9 +31,19 @@ struct Window {
   int64_t scores;   // [capacity][K] float
   int64_t bytes;
 
-  // In ints, at the start: number of tokens; the first fault of any rank, see Fault; which call this is; flags by rank.
-  enum Header : int { kTokens, kClaimed, kFault, kCall = 8, kPublished = 16, kFinished = kPublished + kMaxRanks };
-  static constexpr int64_t kHeaderBytes = 1024;
+  // In ints, at the start: the first fault of any rank, see Fault; by rank, what it has said: that it has published and
+  // that it has finished, how many tokens it has, and which call this is to it.
+  enum Header : int {
+    kClaimed,
+    kFault,
+    kPublished = 16,
+    kFinished = kPublished + kMaxRanks,
+    kTokens = kFinished + kMaxRanks,
+    kCall = kTokens + kMaxRanks,
+    kHeader = kCall + kMaxRanks
+  };
+  static constexpr int64_t kHeaderBytes = 2048;
+  static_assert(kHeader * 4 <= kHeaderBytes);
 
   static Window of(int64_t ranks, int64_t capacity, int64_t hidden, int64_t top_k, bool routes) {
     const auto round = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -125,7 +135,7 @@ struct PushArguments {
 };
 const char* push_routes(const PushArguments& arguments, void* stream);
 
-// Tells the other ranks that this one has pushed all. With scores [ranks * capacity, K], these are pushed before: those
+// Tells the other ranks that this one has pushed all, unless `combine` does. With scores [ranks * capacity, K], these are pushed before: those
 // of the slots that have an expert here.
 struct FinishArguments {
   Group group;
@@ -137,6 +147,14 @@ struct FinishArguments {
   int64_t room;
 };
 const char* finish(const FinishArguments& arguments, void* stream);
+
+// Tensors of `dtype` whose first element becomes NaN if the exchange has failed.
+struct Marks {
+  static constexpr int kMost = 6;
+  void* at[kMost];
+  int count;
+  Dtype dtype;
+};
 
 // out [T, H], if given, = sum of what the ranks have pushed; scores [T, K], if given, as they were pushed, 0 for slots
 // without an expert. `experts_per_rank` tells which rank has pushed what. Waits for all ranks and ends the exchange.
@@ -157,6 +175,7 @@ struct SumArguments {
   const void* routes;
   const void* weights;
   Dtype weights_dtype;
+  Marks marks;
 };
 const char* sum(const SumArguments& arguments, void* stream);
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void report(const Group& g, const int* fault) {
   if (atomicExch(g.state + Group::kFailed, 1) != 0) return;
   volatile int* const to = g.report;
   for (int i = 1; i < FaultNumbers::kCount; ++i) to[i] = ptx::load_acquire_system(fault + i);
-  __threadfence_system();
+  ptx::fence_system();
   to[0] = ptx::load_acquire_system(fault);
 }
 
@@ -78,7 +78,8 @@ __device__ inline bool wait_for_all(const Group& g, int which) {
     if (!wait_for(g, which, r)) {
       well = false;
     } else if (which == Window::kPublished) {
-      const int own = __ldcg(header(g, g.rank) + Window::kCall), other = __ldcg(header(g, r) + Window::kCall);
+      const int* const said = header(g, g.rank) + Window::kCall;
+      const int own = __ldcg(said + g.rank), other = __ldcg(said + r);
       if (own != other) {
         fail(g, Fault::kOtherCall, r, own, other);
         well = false;
@@ -100,11 +101,11 @@ __device__ inline bool is_last(const Group& g, int counter) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence_system();
+    ptx::fence_system();
     last = atomicAdd(g.state + counter, 1) == int(gridDim.x) - 1;
     if (last) {
       g.state[counter] = 0;
-      __threadfence_system();
+      ptx::fence_system();
     }
   }
   __syncthreads();
@@ -116,6 +117,18 @@ __device__ inline void tell_all(const Group& g, int which) {
   const int number = exchange(g);
   for (int r = threadIdx.x; r < g.ranks; r += blockDim.x)
     ptx::store_release_system(header(g, r) + which + g.rank, number);
+}
+
+// Called by all threads of all CTAs once they have pushed: the last CTA tells all ranks, first of what went wrong here:
+// `error` of the plan, null if there were no experts, and the `count` of sorted rows, if there was no `room` for them.
+__device__ inline void end_pushing(const Group& g, const int* error, const int* count, int room) {
+  if (!is_last(g, Group::kPushing)) return;
+  if (threadIdx.x == 0 && error && *error != 0 && !has_failed(g)) {
+    const bool full = *count > room;
+    fail(g, full ? Fault::kRows : Fault::kStuck, g.rank, full ? *count : *error, room);
+  }
+  __syncthreads();
+  tell_all(g, Window::kFinished);
 }
 
 }  // namespace mok::sm90
