@@ -1,20 +1,13 @@
 // The ops mok_sm90::*: tensors in, launches out. The callers (mok_compile/engines/sm90.py) have checked shapes and
 // dtypes and pass the stream.
+#include <torch/csrc/stable/ops.h>
+
+#include "exchange_ops.h"
 #include "experts.h"
 #include "memory.h"
 
 namespace mok::sm90 {
 namespace {
-
-int64_t plan_scratch(int64_t tokens, int64_t experts, int64_t top_k) {
-  return Plan::scratch({tokens, 0, 0, experts, top_k});
-}
-
-int64_t sort_scratch(int64_t tokens, int64_t experts, int64_t top_k) {
-  return schedule_scratch({tokens, 0, 0, experts, top_k});
-}
-
-int64_t score_rows(int64_t inner) { return score_tiles({0, 0, inner, 0, 0}); }
 
 struct Rows {
   Sizes sizes;
@@ -169,65 +162,176 @@ void add_scores(CombineArguments& sum, const Tensor& dscore, const Tensor& dweig
   sum.weights_dtype = dtype_of(dweights);
 }
 
-// Where the rows' sums go in an exchange, instead of to this rank's own tokens; with `scores`, also their sums.
-void push(const Rows& of, const Integers& numbers, const Group& group, const Tensor& rows, const Tensor* weights,
-          const Tensor* dscore = nullptr, const Tensor* dweights = nullptr) {
+// The same over the tokens of all ranks of an exchange.
+Schedule schedule_of(const Sizes& sizes, const Exchange& to, const Tensor& on, int* order, int* offsets) {
+  Schedule made(sizes, on, order, offsets);
+  made.plan.room = to.room;
+  made.plan.own_first = int(to.group.rank * to.group.capacity);
+  made.plan.own_count = int(to.group.capacity);
+  return made;
+}
+
+// What forward keeps of an exchange for its backward, in ints: a slot each of order, ids and weights, and offsets.
+struct Kept {
+  int *order, *ids;
+  float* weights;
+  int* offsets;
+
+  static int64_t size(const Sizes& sizes) { return 3 * sizes.slots() + sizes.experts; }
+  Kept(const Tensor& ints, const Sizes& sizes)
+      : order(ints_of(ints)),
+        ids(order + sizes.slots()),
+        weights(reinterpret_cast<float*>(ids + sizes.slots())),
+        offsets(ids + 2 * sizes.slots()) {}
+};
+
+// Pushes the sums of rows, weighted if there are weights, and those of score tiles, where there are any: these into
+// `scores` if it is given. True if with that all is pushed and the other ranks have been told.
+bool push(const Rows& of, const Exchange& in, const Tensor& rows, const float* weights, const Tensor* dscore = nullptr,
+          const MaybeTensor& scores = std::nullopt) {
   CombineArguments sum{};
   sum.sizes = of.sizes;
   sum.dtype = sum.out_dtype = dtype_of(rows);
   sum.plan = of.plan;
-  if (weights) {
-    sum.weights = weights->data_ptr();
-    sum.weights_dtype = dtype_of(*weights);
+  sum.weights = weights;
+  sum.weights_dtype = Dtype::kFloat32;
+  if (dscore) {
+    sum.dscore = static_cast<const float*>(dscore->data_ptr());
+    sum.dscore_tiles = score_tiles(of.sizes);
+    sum.dweights = const_cast<void*>(data_of(scores));
   }
-  if (dweights) add_scores(sum, *dscore, *dweights);
-  if (sends_routes(numbers)) {
-    require(push_routes({group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
-    if (!dweights) return;
+  if (in.by_route) {
+    require(push_routes({in.group, of.sizes, of.plan, rows.data_ptr()}, stream_of(of.stream)));
+    if (!dscore) return false;
   } else {
     sum.rows = rows.data_ptr();
     sum.columns = sum.out_stride = of.sizes.hidden;
-    sum.push = &group;
+    sum.push = &in.group;
+    sum.ends = !scores;
   }
   require(combine(sum, stream_of(of.stream)));
+  return sum.ends;
 }
 
-// A plan over the tokens of all ranks.
-Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes, const Group& group,
-             int64_t room) {
-  Plan plan = plan_of(scratch, order, offsets, sizes);
-  plan.room = room;
-  plan.own_first = int(group.rank * group.capacity);
-  plan.own_count = int(group.capacity);
-  return plan;
+// Whether a stack of matrices is stored as [E, in, out] instead of [E, out, in]; nothing where the kernels cannot read
+// it: rows must have one distance, in multiples of 16 bytes, and matrices must not lie inside of each other.
+std::optional<bool> order_of(const Tensor& t) {
+  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16) return std::nullopt;
+  if (t.is_contiguous()) return false;
+  const bool transposed = t.stride(2) != 1;
+  const int row = transposed ? 2 : 1, column = transposed ? 1 : 2;
+  const int64_t pitch = t.stride(row);
+  if (t.stride(column) != 1 || pitch % 8 || pitch < t.size(column)) return std::nullopt;
+  if (t.size(0) > 1 && (t.stride(0) % 8 || t.stride(0) < t.size(row) * pitch)) return std::nullopt;
+  return transposed;
 }
 
-// Forward of the part of an exchange between `publish` and `sum`: ids and weights are filled, with those of the tokens
-// of all ranks, and x [(ranks - 1) * capacity, H] with the other ranks' tokens, as they are needed; own_x are this
-// rank's. As many sorted rows as `rows` has may come.
-void forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
-                         MaybeTensor down_bias, int64_t layout, bool transposed, Doubles activation, MaybeTensor h,
-                         Tensor order, Tensor offsets, Tensor plan, Tensor counts, Tensor a, Tensor rows, Tensor own_x,
-                         int64_t first_expert, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down, offsets);
-  const Group group = group_of(numbers);
-  require(
-      collect({group, sizes.top_k, first_expert, sizes.experts, ints_of(ids), static_cast<float*>(weights.data_ptr())},
-              stream_of(stream)));
-  FinishArguments end{group, sizes.top_k, nullptr, nullptr, nullptr, nullptr, rows.size(0)};
-  if (sizes.experts > 0) {
-    const Plan p = plan_of(plan, order, offsets, sizes, group, end.room);
-    require(schedule({sizes, ids.data_ptr(), dtype_of(ids), ints_of(order), ints_of(offsets), ints_of(counts), p},
-                     stream_of(stream)));
-    const Rows of{sizes, p, stream};
-    const Pull pull = pull_of(numbers, group, sizes, x, false);
-    const Block block = block_of(of, up, down, {}, layout_of(layout), transposed, activation_of(activation));
-    experts(of, block, up_bias, down_bias, {x.data_ptr(), own_x.data_ptr()}, h, a, rows, &pull);
-    push(of, numbers, group, rows, &weights);
-    end.error = p.error;
-    end.count = p.rows;
+// Whether weights are stored as [E, in, out]; nothing where something is not as it must be. What exactly, and in words,
+// is found by mok_compile/distributed/peer_memory.py.
+std::optional<bool> fit(const Operands& in, const Exchange& to) {
+  if (in.x.dim() != 2 || in.ids.dim() != 2 || in.down.dim() != 3) return std::nullopt;
+  const ScalarType dtype = in.x.scalar_type(), ids = in.ids.scalar_type(), weights = in.weights.scalar_type();
+  const int32_t device = in.x.get_device_index();
+  const int64_t tokens = in.x.size(0), hidden = in.x.size(1), inner = in.down.size(2);
+  const auto is = [&](const Tensor& t, std::initializer_list<int64_t> shape, ScalarType wanted) {
+    if (t.dim() != int64_t(shape.size()) || t.scalar_type() != wanted || t.get_device_index() != device) return false;
+    int64_t i = 0;
+    for (const int64_t size : shape)
+      if (t.size(i++) != size) return false;
+    return true;
+  };
+  const bool typed = (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) &&
+                     (ids == ScalarType::Long || ids == ScalarType::Int) &&
+                     (weights == ScalarType::Float || weights == ScalarType::BFloat16 || weights == ScalarType::Half);
+  const bool sized = tokens <= to.group.capacity && hidden == to.hidden && hidden % 8 == 0 && inner % 8 == 0 &&
+                     inner > 0 && to.top_k <= 32 && to.local <= kMaxExperts;
+  if (!typed || !sized || !in.x.is_contiguous() || reinterpret_cast<uintptr_t>(in.x.data_ptr()) % 16 ||
+      !is(in.ids, {tokens, to.top_k}, ids) || !in.ids.is_contiguous() ||
+      !is(in.weights, {tokens, to.top_k}, weights) || !in.weights.is_contiguous())
+    return std::nullopt;
+  const bool halves = to.layout == Layout::kConcat || to.layout == Layout::kInterleaved;
+  const int64_t columns = halves ? 2 * inner : inner;
+  const size_t parts = to.layout == Layout::kSeparate ? 2 : 1;
+  if (!is(in.down, {to.local, hidden, inner}, dtype) || in.up.size() != parts ||
+      (!in.up_bias.empty() && in.up_bias.size() != parts) ||
+      (in.down_bias && (!is(*in.down_bias, {to.local, hidden}, dtype) || !in.down_bias->is_contiguous())))
+    return std::nullopt;
+  const std::optional<bool> transposed = to.local ? order_of(in.down) : false;
+  for (const Tensor& t : in.up)
+    if (!is(t, {to.local, columns, hidden}, dtype) || (to.local && order_of(t) != transposed)) return std::nullopt;
+  for (const Tensor& t : in.up_bias)
+    if (!is(t, {to.local, columns}, dtype) || !t.is_contiguous()) return std::nullopt;
+  return transposed;
+}
+
+Operands fitting(Operands in, const Exchange& to) {
+  const std::optional<bool> transposed = fit(in, to);
+  STD_TORCH_CHECK(transposed.has_value(), "mok-compile, sm90 engine: arguments that do not fit the exchange");
+  in.transposed = *transposed;
+  return in;
+}
+
+void publish_rows(const Exchange& to, const Tensor& rows, const Operands* routing, int64_t stream) {
+  PublishArguments said{};
+  said.group = to.group;
+  said.sizes = {rows.size(0), rows.size(1), 0, to.experts, to.top_k};
+  said.call = to.call;
+  said.rows = rows.data_ptr();
+  if (routing) {
+    said.routed = true;
+    said.ids = routing->ids.data_ptr();
+    said.ids_dtype = dtype_of(routing->ids);
+    said.weights = routing->weights.data_ptr();
+    said.weights_dtype = dtype_of(routing->weights);
   }
-  require(finish(end, stream_of(stream)));
+  require(publish(said, stream_of(stream)));
+}
+
+// Forward of an exchange: y and, with `save`, what backward needs: the other ranks' tokens [(ranks - 1) * capacity, H],
+// h, and Kept. No tensors where memory does not suffice.
+Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
+                            MaybeTensor down_bias, Doubles activation, bool save, Integers how, Integers numbers,
+                            int64_t stream) {
+  const Exchange to(how, numbers);
+  const Operands in = fitting(
+      {x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
+  return if_there_is_room([&]() -> Tensors {
+    const Group& group = to.group;
+    const ScalarType dtype = x.scalar_type();
+    const Sizes sizes{group.ranks * group.capacity, to.hidden, down.size(2), to.local, to.top_k};
+    const Parts parts = parts_of(to.layout, sizes.inner);
+    const Tensor y = empty({x.size(0), to.hidden}, scalar_of(to.out), x);
+    const Tensor others = empty({sizes.tokens - group.capacity, to.hidden}, dtype, x);
+    const Tensor ints = empty_ints(Kept::size(sizes), x);
+    const Kept kept(ints, sizes);
+    MaybeTensor h;
+    if (save) h = empty({to.room, parts.columns * parts.count}, dtype, x);
+    const bool works = sizes.experts > 0;
+    const Schedule made = schedule_of(sizes, to, x, kept.order, kept.offsets);
+    const int64_t room = works ? to.room : 0;
+    const Tensor a = empty_panels({sizes.inner, 1}, room, x), rows = empty({room, to.hidden}, dtype, x);
+    const Summed summed(to, dtype, ids, &weights, y, std::nullopt);
+
+    publish_rows(to, x, &in, stream);
+    require(collect({group, to.top_k, to.first, sizes.experts, kept.ids, kept.weights}, stream_of(stream)));
+    bool ended = false;
+    FinishArguments end{group, to.top_k, nullptr, nullptr, nullptr, nullptr, to.room};
+    if (works) {
+      require(schedule({sizes, kept.ids, Dtype::kInt32, kept.order, kept.offsets, made.counts, made.plan},
+                       stream_of(stream)));
+      const Rows of{sizes, made.plan, stream};
+      const Pull pull{group, others.data_ptr(), int(sizes.experts), int(to.top_k), int(to.hidden), to.sms};
+      const Block block = block_of(of, up, down, {}, in.layout, in.transposed, in.activation);
+      experts(of, block, up_bias, down_bias, {others.data_ptr(), x.data_ptr()}, h, a, rows, &pull);
+      ended = push(of, to, rows, kept.weights);
+      end.error = made.plan.error;
+      end.count = made.plan.rows;
+    }
+    if (!ended) require(finish(end, stream_of(stream)));
+    require(sum(summed.arguments, stream_of(stream)));
+    if (!save) return {y};
+    return {y, others, *h, ints};
+  });
 }
 
 // The gradients of a block's weights and biases that are wanted.
@@ -306,32 +410,93 @@ void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, c
                       stream_of(of.stream)));
 }
 
-// Backward of the same part: dy is filled as x was. The gradients of x are pushed; dweights [ranks * capacity, K] float
-// is this rank's part of the scores, pushed as well if `ends` is set, with which the exchange needs nothing more than
-// `sum`.
-void backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, int64_t layout,
-                          bool transposed, Doubles activation, Tensor h, Tensor order, Tensor offsets, Tensor plan,
-                          Tensor dh_panels, Tensor scratch, Tensor dscore, MaybeTensor dweights, Tensors dup,
-                          MaybeTensor ddown, Tensors dup_bias, MaybeTensor ddown_bias, Tensor own_dy, Tensor own_x,
-                          bool ends, Integers numbers, int64_t stream) {
-  const Sizes sizes = sizes_of(x, ids, down, offsets);
-  const Group group = group_of(numbers);
-  const Rows of{sizes, plan_of(plan, order, offsets, sizes, group, h.size(0)), stream};
-  const Block block = block_of(of, up, down, {}, layout_of(layout), transposed, activation_of(activation));
-  const Gradients grads{dup, ddown, dup_bias, ddown_bias};
-  const Panels dh{parts_of(block.layout, sizes.inner), dh_panels, of.plan.room};
-  require(replan(sizes, of.plan, stream_of(stream)));
-  require(wait_published(group, stream_of(stream)));
-  const Pull pull = pull_of(numbers, group, sizes, dy, true);
-  down_gradients(of, block, {dy.data_ptr(), own_dy.data_ptr()}, h, weights, dh, scratch, dscore, grads, &pull);
-  up_gradients(of, block, dh, scratch);
-  push(of, numbers, group, scratch, nullptr, &dscore, dweights ? &*dweights : nullptr);
-  if (ends)
-    require(
-        finish({group, sizes.top_k, ints_of(ids), dweights ? static_cast<const float*>(dweights->data_ptr()) : nullptr,
-                of.plan.error, of.plan.rows, of.plan.room},
-               stream_of(stream)));
-  up_weight_gradients(of, block, dh, {x.data_ptr(), own_x.data_ptr()}, grads);
+// Backward: the gradients of x, weights, up, down, up_bias and down_bias that are needed, those of several tensors one
+// after the other. With a down bias, whose part of the gradient of weights Python knows, the exchange is left before its
+// end, and there come more tensors: the other ranks' dy, this rank's scores [ranks * capacity, K] and the plan. No
+// tensors where memory does not suffice.
+Tensors backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
+                             MaybeTensor down_bias, Doubles activation, Tensor other_x, Tensor h, Tensor ints,
+                             std::vector<bool> needs, Integers how, Integers numbers, int64_t stream) {
+  const Exchange to(how, numbers);
+  const Operands in = fitting(
+      {x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
+  const Group& group = to.group;
+  const ScalarType dtype = x.scalar_type();
+  const Sizes sizes{group.ranks * group.capacity, to.hidden, down.size(2), to.local, to.top_k};
+  const Parts parts = parts_of(to.layout, sizes.inner);
+  STD_TORCH_CHECK(needs.size() == 6 && dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == x.size(1) &&
+                      dy.scalar_type() == dtype && dy.is_contiguous() && ints.numel() == Kept::size(sizes) &&
+                      h.numel() == to.room * parts.columns * parts.count &&
+                      other_x.numel() == (sizes.tokens - group.capacity) * to.hidden,
+                  "mok-compile, sm90 engine: what forward has saved does not fit the exchange");
+  return if_there_is_room([&]() -> Tensors {
+    const bool works = sizes.experts > 0;
+    const auto gradient = [&](const Tensor& of) {
+      return empty({of.size(0), of.size(1), of.size(2)}, dtype, x, in.transposed);
+    };
+    MaybeTensor dx, dweights;
+    Gradients grads;
+    if (needs[0]) dx = empty({x.size(0), to.hidden}, dtype, x);
+    if (needs[1]) dweights = empty({x.size(0), to.top_k}, weights.scalar_type(), x);
+    for (size_t i = 0; needs[2] && i < up.size(); ++i) grads.up.push_back(gradient(up[i]));
+    if (needs[3]) grads.down = gradient(down);
+    for (size_t i = 0; needs[4] && i < up_bias.size(); ++i)
+      grads.up_bias.push_back(empty({up_bias[i].size(0), up_bias[i].size(1)}, dtype, x));
+    if (needs[5] && down_bias) grads.down_bias = empty({sizes.experts, to.hidden}, dtype, x);
+    Tensors of_experts = grads.up;
+    if (grads.down) of_experts.push_back(*grads.down);
+    of_experts.insert(of_experts.end(), grads.up_bias.begin(), grads.up_bias.end());
+    if (grads.down_bias) of_experts.push_back(*grads.down_bias);
+
+    const Kept kept(ints, sizes);
+    const Tensor other_dy = empty({sizes.tokens - group.capacity, to.hidden}, dtype, x);
+    const Schedule made = schedule_of(sizes, to, x, kept.order, kept.offsets);
+    const int64_t rows = works ? to.room : 0;
+    const Tensor dh_panels = empty_panels(parts, rows, x);
+    const Tensor dscore = empty({score_tiles(sizes), works ? sizes.slots() : 0}, ScalarType::Float, x);
+    const int64_t room = rows * std::max(to.hidden, panels_of(sizes.inner) * kPanel);
+    // The first gradient of up is written last: until then its memory serves as scratch, if there is enough.
+    const bool lent = !grads.up.empty() && grads.up[0].numel() >= room;
+    const Tensor scratch = lent ? grads.up[0] : empty({room}, dtype, x);
+    MaybeTensor scores;
+    if (works && (to.by_route || down_bias)) scores = empty({sizes.tokens, to.top_k}, ScalarType::Float, x);
+    Summed summed(to, dtype, ids, nullptr, dx, dweights);
+    summed.mark(of_experts);
+
+    publish_rows(to, dy, nullptr, stream);
+    bool ended = false, open = false;
+    FinishArguments end{group, to.top_k, kept.ids, nullptr, nullptr, nullptr, to.room};
+    if (works) {
+      const Rows of{sizes, made.plan, stream};
+      const Block block = block_of(of, up, down, {}, in.layout, in.transposed, in.activation);
+      const Panels dh{parts, dh_panels, to.room};
+      const Tensor all_weights = torch::stable::from_blob(kept.weights, {sizes.tokens, to.top_k}, {to.top_k, 1},
+                                                          x.device(), ScalarType::Float);
+      require(replan(sizes, made.plan, stream_of(stream)));
+      require(wait_published(group, stream_of(stream)));
+      const Pull pull{group, other_dy.data_ptr(), int(sizes.experts), int(to.top_k), int(to.hidden), to.backward_sms};
+      down_gradients(of, block, {other_dy.data_ptr(), dy.data_ptr()}, h, all_weights, dh, scratch, dscore, grads,
+                     &pull);
+      up_gradients(of, block, dh, scratch);
+      // What the other ranks need is not known here: the gradients of tokens and of routing weights are always sent.
+      ended = push(of, to, scratch, nullptr, &dscore, scores);
+      open = !ended && down_bias;
+      if (scores) end.scores = static_cast<const float*>(scores->data_ptr());
+      end.error = made.plan.error;
+      end.count = made.plan.rows;
+      if (!ended && !open) require(finish(end, stream_of(stream)));
+      up_weight_gradients(of, block, dh, {other_x.data_ptr(), x.data_ptr()}, grads);
+    } else {
+      require(finish(end, stream_of(stream)));
+    }
+    if (!open) require(sum(summed.arguments, stream_of(stream)));
+    Tensors all;
+    for (const MaybeTensor& one : {dx, dweights})
+      if (one) all.push_back(*one);
+    all.insert(all.end(), of_experts.begin(), of_experts.end());
+    if (open) all.insert(all.end(), {other_dy, *scores, made.ints});
+    return all;
+  });
 }
 
 }  // namespace
@@ -450,9 +615,6 @@ int64_t bytes_missing_op() { return bytes_missing(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(mok_sm90, m) {
-  m.def("plan_scratch(int tokens, int experts, int top_k) -> int");
-  m.def("sort_scratch(int tokens, int experts, int top_k) -> int");
-  m.def("score_rows(int inner) -> int");
   m.def("bytes_missing() -> int");
   const std::string block =
       "Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int[] addresses, Tensor[] up_bias, "
@@ -466,22 +628,15 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? scale, float[] program, "
       "Tensor(a!) logits, Tensor(b!)? values, Tensor(c!)? weights, Tensor(d!) ids, int stream) -> ()");
   m.def(
-      "forward_parallel(Tensor(a!) x, Tensor(b!) ids, Tensor(c!) weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
-      "Tensor? down_bias, int layout, bool transposed, float[] activation, Tensor(d!)? h, Tensor(e!) order, "
-      "Tensor(f!) offsets, Tensor(g!) plan, Tensor(i!) counts, Tensor(j!) a, Tensor(k!) rows, Tensor own_x, "
-      "int first_expert, int[] group, int stream) -> ()");
+      "forward_parallel(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
+      "Tensor? down_bias, float[] activation, bool save, int[] how, int[] group, int stream) -> Tensor[]");
   m.def(
-      "backward_parallel(Tensor(a!) dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, int layout, "
-      "bool transposed, float[] activation, Tensor h, Tensor order, Tensor offsets, Tensor(b!) plan, Tensor(c!) dh, "
-      "Tensor(d!) scratch, Tensor(e!) dscore, Tensor(f!)? dweights, Tensor(g!)[] dup, "
-      "Tensor(i!)? ddown, Tensor(j!)[] dup_bias, Tensor(k!)? ddown_bias, Tensor own_dy, Tensor own_x, bool ends, "
-      "int[] group, int stream) -> ()");
+      "backward_parallel(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
+      "Tensor? down_bias, float[] activation, Tensor rows, Tensor h, Tensor plan, bool[] needs, int[] how, int[] group, "
+      "int stream) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CompositeExplicitAutograd, m) {
-  m.impl("plan_scratch", TORCH_BOX(&plan_scratch));
-  m.impl("sort_scratch", TORCH_BOX(&sort_scratch));
-  m.impl("score_rows", TORCH_BOX(&score_rows));
   m.impl("bytes_missing", TORCH_BOX(&bytes_missing_op));
 }
 

@@ -85,10 +85,6 @@ inline RouteProgram program_of(const Doubles& v) {
   return p;
 }
 
-inline Sizes sizes_of(const Tensor& x, const Tensor& ids, const Tensor& down, const Tensor& offsets) {
-  return {ids.size(0), x.size(1), down.size(down.dim() - 1), offsets.size(0), ids.size(1)};
-}
-
 // The weights of a block as the kernels read them.
 struct Weights {
   Weight up[2], down;
@@ -139,16 +135,11 @@ inline Weights weights_of(const Tensors& up, const Tensor& down, const Integers&
   return found;
 }
 
-inline Plan plan_of(const Tensor& scratch, const Tensor& order, const Tensor& offsets, const Sizes& sizes) {
-  STD_TORCH_CHECK(scratch.numel() >= Plan::scratch(sizes), "mok-compile, sm90 engine: the plan needs more room");
-  return Plan::at(ints_of(scratch), ints_of(order), ints_of(offsets), sizes);
-}
-
 inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream); }
 
 // As mok_compile/distributed/windows.py packs it.
 inline Group group_of(const Integers& v) {
-  STD_TORCH_CHECK(v.size() == 12, "mok-compile, sm90 engine: a group has 12 numbers");
+  STD_TORCH_CHECK(v.size() == 13, "mok-compile, sm90 engine: a group has 13 numbers");
   Group g{};
   g.rank = int(v[0]);
   g.ranks = int(v[1]);
@@ -159,18 +150,6 @@ inline Group group_of(const Integers& v) {
   g.report = reinterpret_cast<int*>(v[8]);
   g.timeout = v[9];
   return g;
-}
-inline bool sends_routes(const Integers& group) { return group[5] != 0; }
-
-// `rows` [(ranks - 1) * capacity, H]. The last two numbers of a group: how many CTAs pull in forward and in backward.
-inline Pull pull_of(const Integers& numbers, const Group& group, const Sizes& sizes, const Tensor& rows,
-                    bool backward) {
-  return {group,
-          rows.data_ptr(),
-          int(sizes.experts),
-          int(sizes.top_k),
-          int(sizes.hidden),
-          int(numbers[backward ? 11 : 10])};
 }
 
 // Panels of all parts, one under the other.

@@ -22,7 +22,6 @@ from mok_compile.distributed.peers import Peers
 from mok_compile.distributed.transports import Call, Operands, Saved, unknown_size
 from mok_compile.distributed.windows import Shape, Windows, windows_for
 from mok_compile.engines import Problem, get, sm90
-from mok_compile.grouped import empty_as
 
 MAX_RANKS = 72  # kMaxRanks in csrc/cuda/sm90/exchange.h
 
@@ -78,8 +77,13 @@ class Options:
             return self
         x, ids, inner = operands.x, operands.ids, operands.down[0].shape[-1]
         sizes = (x.shape[1], inner, call.sharding.num_experts, ids.shape[1])
-        best = tuned.best_for(x.device, call.sharding.ranks, *sizes, x.dtype)
-        return replace(self, sms=self.sms or best.sms, backward_sms=self.backward_sms or best.backward_sms)
+        return _tuned(self, tuned.best_for(x.device, call.sharding.ranks, *sizes, x.dtype))
+
+
+@functools.lru_cache
+def _tuned(options: Options, best: tuned.Best) -> Options:
+    sms, backward_sms = options.sms or best.sms, options.backward_sms or best.backward_sms
+    return replace(options, sms=sms, backward_sms=backward_sms)
 
 
 class PeerMemory:
@@ -107,195 +111,129 @@ class PeerMemory:
         return Saved(x.new_empty(rows, x.shape[1]), x.new_empty(h, columns), x.new_empty(plan, dtype=torch.int32))
 
     def forward(self, operands: Operands, call: Call, *, save: bool) -> tuple[torch.Tensor, Saved | None]:
-        block = _Block.of(operands, call)
-        with block.windows.exchange() as group, torch.cuda.device(operands.x.device):
-            return self._forward(block, operands, call, group, save)
-
-    def _forward(self, block: _Block, operands: Operands, call: Call, group: list[int], save: bool):
-        x, ids, weights = sm90.aligned(operands.x), sm90.ids_of(operands.ids), operands.weights.contiguous()
-        tokens, top_k = block.windows.tokens, ids.shape[1]
-        rows = x.new_empty(tokens - block.windows.capacity, x.shape[1])  # of the other ranks
-        h = x.new_empty(block.room, block.columns) if save else None
-        order, offsets = sm90.int32(x, tokens * top_k), sm90.int32(x, block.experts)
-        all_ids = order.new_empty(tokens, top_k)
-        all_weights = x.new_empty(tokens, top_k, dtype=torch.float32)
-        y = x.new_empty(x.shape, dtype=call.spec.dtype)
-        stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "forward")
-        kernels.publish(x, ids, weights, top_k, call.sharding.num_experts, number, group, stream)
-        if block.experts:
-            plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
-            counts = sm90.int32(x, kernels.sort_scratch(tokens, block.experts, top_k))
-            a, out = sm90.empty_panels(x, block.room, block.inner), x.new_empty(block.room, x.shape[1])
-            kernels.forward_parallel(
-                rows, all_ids, all_weights, operands.up, operands.down[0], block.up_bias, block.down_bias,
-                block.layout, block.transposed, block.activation, h, order, offsets, plan, counts, a, out, x,
-                call.sharding.first(block.windows.rank), group, stream,
-            )  # fmt: skip
-            del a, out
-        else:
-            kernels.finish(all_ids, None, None, 0, group, stream)
-        _sum(block, call, ids, weights, y, None, group, stream)
-        if not save:
-            return y, None
-        plan = torch.cat([order, offsets, all_ids.view(-1), all_weights.view(-1).view(torch.int32)])
-        return y, Saved(rows, h, plan)
+        windows, how = _ready(operands, call, "forward")
+        with windows.exchange() as (group, stream):
+            arguments = (*_tensors(operands), how.activation, save, how.numbers, group, stream)
+            y, *saved = _launched(torch.ops.mok_sm90.forward_parallel, arguments, operands, call, windows)
+        return y, Saved(*saved) if save else None
 
     def backward(
         self, dy: torch.Tensor, operands: Operands, saved: Saved, call: Call, needs: list[bool]
     ) -> list[torch.Tensor]:
-        block = _Block.of(operands, call)
-        with block.windows.exchange() as group, torch.cuda.device(operands.x.device):
-            return self._backward(block, dy, operands, saved, call, needs, group)
-
-    def _backward(
-        self,
-        block: _Block,
-        dy: torch.Tensor,
-        operands: Operands,
-        saved: Saved,
-        call: Call,
-        needs: list[bool],
-        group: list[int],
-    ) -> list[torch.Tensor]:
-        x, ids, windows = sm90.aligned(operands.x), sm90.ids_of(operands.ids), block.windows
-        need_x, need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
-        tokens, top_k = windows.tokens, ids.shape[1]
-        slots = tokens * top_k
-        if saved.plan.numel() != 3 * slots + block.experts:
-            raise RuntimeError(
-                "mok::experts_parallel: between this block's forward and backward pass its windows were made anew"
-            )
-        order, offsets, all_ids, all_weights = saved.plan.split([slots, block.experts, slots, slots])
-        all_ids, all_weights = all_ids.view(tokens, top_k), all_weights.view(torch.float32).view(tokens, top_k)
-        dy = sm90.aligned(dy.to(x.dtype))
-        other_dy = torch.empty_like(saved.rows)
-        dx = empty_as(operands.x).contiguous() if need_x else None
-        dweights = torch.empty(ids.shape, dtype=operands.weights.dtype, device=x.device) if need_weights else None
-        up_grads = [empty_as(w) for w in operands.up] if need_up else []
-        down_grads = [empty_as(w) for w in operands.down] if need_down else []
-        up_bias_grads = [b.new_empty(b.shape) for b in operands.up_bias] if need_up_bias else []
-        down_bias_grads = [b.new_empty(b.shape) for b in operands.down_bias] if need_down_bias else []
-        stream, kernels, number = sm90.stream_of(x), torch.ops.mok_sm90, _number(operands, call, "backward")
-        kernels.publish(dy, None, None, top_k, call.sharding.num_experts, number, group, stream)
-        # What the other ranks need is not known here: gradients of tokens and routing weights are always sent.
-        if block.experts:
-            plan = sm90.int32(x, kernels.plan_scratch(tokens, block.experts, top_k))
-            dh = sm90.empty_dh(x, block.room, block.inner, call.spec)
-            score = x.new_empty(kernels.score_rows(block.inner), slots, dtype=torch.float32)
-            scores = x.new_empty(tokens, top_k, dtype=torch.float32)
-            size = sm90.scratch_size(block.room, block.hidden, block.inner)
-            scratch = up_grads[0] if up_grads and up_grads[0].numel() >= size else x.new_empty(size)
-            alone = block.down_bias is None
-            kernels.backward_parallel(
-                other_dy, saved.rows, all_ids, all_weights, operands.up, operands.down[0],
-                block.layout, block.transposed, block.activation, saved.h, order, offsets, plan, dh, scratch, score,
-                scores, up_grads, down_grads[0] if need_down else None, up_bias_grads,
-                down_bias_grads[0] if need_down_bias else None, dy, x, alone, group, stream,
-            )  # fmt: skip
-            del scratch
-            if not alone:
-                first = windows.rank * windows.capacity
-                missing = dy.new_zeros(windows.capacity - dy.shape[0], dy.shape[1])
-                all_dy = torch.cat([other_dy[:first], dy, missing, other_dy[first:]])
-                scores += sm90.bias_score(all_dy, all_ids, block.down_bias)
-                kernels.finish(all_ids, scores, plan, block.room, group, stream)
-        else:
-            kernels.finish(all_ids, None, None, 0, group, stream)
-        _sum(block, call, ids, None, dx, dweights, group, stream)
-        of_experts = [*up_grads, *down_grads, *up_bias_grads, *down_bias_grads]
-        _poison(of_experts, windows)
-        return [*(g for g in (dx, dweights) if g is not None), *of_experts]
+        windows, how = _ready(operands, call, "backward")
+        with windows.exchange() as (group, stream):
+            if saved.plan.numel() != how.kept:
+                raise RuntimeError(
+                    "mok::experts_parallel: between this block's forward and backward pass its windows were made anew"
+                )
+            tensors = _tensors(operands)
+            dy = sm90.aligned(dy.to(operands.x.dtype))
+            kept = (saved.rows, saved.h, saved.plan)
+            arguments = (dy, *tensors, how.activation, *kept, needs, how.numbers, group, stream)
+            grads = _launched(torch.ops.mok_sm90.backward_parallel, arguments, operands, call, windows)
+            if operands.down_bias and operands.local_experts:
+                *grads, other_dy, scores, plan = grads
+                x, ids, *_, down_bias = tensors
+                need_x, need_weights, *_ = needs
+                scores += sm90.bias_score(*_of_all_ranks(dy, other_dy, saved.plan, windows), down_bias)
+                rest = iter(grads)
+                dx, dweights = next(rest) if need_x else None, next(rest) if need_weights else None
+                torch.ops.mok_sm90.end_backward(
+                    x, ids, saved.plan, scores, plan, dx, dweights, list(rest), how.numbers, group, stream
+                )
+        return grads
 
 
 @dataclass(frozen=True)
-class _Block:
-    """A call as the kernels take it. `room`: sorted rows that there is memory for; `columns`: those of h."""
+class _How:
+    """A call as the kernels take it, beside its tensors: see `Exchange` in csrc/cuda/exchange_ops.h. `kept`: ints that
+    forward keeps of the schedule."""
 
-    windows: Windows
-    experts: int
-    hidden: int
-    inner: int
-    columns: int
-    room: int
-    half: bool
-    layout: int
-    transposed: bool
     activation: list[float]
-    up_bias: list[torch.Tensor]
-    down_bias: torch.Tensor | None
+    numbers: list[int]
+    kept: int
 
-    @staticmethod
-    def of(operands: Operands, call: Call) -> _Block:
-        x, ids, down = operands.x, operands.ids, operands.down
-        options, sharding, spec = Options.parse(call.options).settled(operands, call), call.sharding, call.spec
-        peers = Peers(call.group, sharding.ranks, x.device)
-        problem, transposed = _problem(operands, call, peers.rank)
-        shape = Shape(peers.group, x.device, x.shape[-1], ids.shape[-1], options.exact)
-        windows = windows_for(shape, peers, x.shape[0], lambda: _describe(operands, call), problem, options)
-        experts, hidden, inner = down[0].shape
-        room = min(windows.tokens * ids.shape[1], int(options.room * windows.capacity * ids.shape[1]) + 127)
-        layout, activation = sm90.numbers_of(spec)
-        biases = [sm90.aligned(b) for b in operands.up_bias]
-        down_bias = sm90.aligned(operands.down_bias[0]) if operands.down_bias else None
-        columns = 2 * inner if spec.gated else inner
-        return _Block(
-            windows, experts, hidden, inner, columns, max(128, room // 128 * 128), x.dtype == torch.float16,
-            layout, transposed, activation, biases, down_bias,
-        )  # fmt: skip
+
+def _ready(operands: Operands, call: Call, phase: str) -> tuple[Windows, _How]:
+    """The windows of a call, which the first call makes, and how the kernels take it."""
+    x, ids = operands.x, operands.ids
+    options, (hidden, top_k) = Options.parse(call.options).settled(operands, call), (x.shape[-1], ids.shape[-1])
+    peers = Peers(call.group, call.sharding.ranks, x.device)
+    windows = windows_for(
+        Shape(peers.group, x.device, hidden, top_k, options.exact),
+        peers, x.shape[0], lambda: _describe(operands, call), lambda: _problem(operands, call, peers.rank), options,
+    )  # fmt: skip
+    key = (phase, hidden, top_k, x.dtype, windows.capacity, windows.rank)
+    how = call.known.get(key)
+    if how is None:
+        how = call.known[key] = _how(operands, call, phase, windows, options)
+    return windows, how
+
+
+def _how(operands: Operands, call: Call, phase: str, windows: Windows, options: Options) -> _How:
+    sharding, rank, top_k = call.sharding, windows.rank, operands.ids.shape[-1]
+    slots, local = windows.tokens * top_k, sharding.size(rank)
+    room = min(slots, int(options.room * windows.capacity * top_k) + 127)
+    layout, activation = sm90.numbers_of(call.spec)
+    numbers = [
+        *(sharding.num_experts, sharding.per_rank, sharding.first(rank), local),
+        *(max(128, room // 128 * 128), _number(operands, call, phase), layout, sm90.NUMBERS[call.spec.dtype]),
+    ]
+    return _How(activation, numbers, 3 * slots + local)
+
+
+def _tensors(operands: Operands) -> tuple:
+    """The tensors of a call as the kernels take them, from x to down_bias."""
+    slots = sm90.ids_of(operands.ids), operands.weights.contiguous()
+    up_bias = [sm90.aligned(b) for b in operands.up_bias]
+    down_bias = sm90.aligned(operands.down_bias[0]) if operands.down_bias else None
+    return sm90.aligned(operands.x), *slots, operands.up, operands.down[0], up_bias, down_bias
+
+
+def _launched(op, arguments: tuple, operands: Operands, call: Call, windows: Windows) -> list[torch.Tensor]:
+    """What `op` gives. ValueError if the arguments do not fit: the op only sees that, which costs next to nothing."""
+    try:
+        return sm90.launched(op, *arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        problem = _problem(operands, call, windows.rank)
+        if problem is None:
+            raise
+        raise ValueError(f"mok::experts_parallel on rank {windows.rank} of {windows.ranks}: {problem}") from None
+
+
+def _of_all_ranks(dy, other_dy, plan, windows: Windows) -> tuple[torch.Tensor, torch.Tensor]:
+    """dy [ranks * capacity, H] and the ids of its tokens' slots, those of other ranks' experts -1."""
+    first, slots = windows.rank * windows.capacity, windows.tokens * windows.shape.top_k
+    missing = dy.new_zeros(windows.capacity - dy.shape[0], dy.shape[1])
+    ids = plan[slots : 2 * slots].view(windows.tokens, windows.shape.top_k)
+    return torch.cat([other_dy[:first], dy, missing, other_dy[first:]]), ids
 
 
 def _number(operands: Operands, call: Call, phase: str) -> int:
     """What ranks must have in common in an exchange, as a number."""
-    return _hash(
-        phase, operands.x.shape[1], operands.ids.shape[1], operands.x.dtype, replace(call, options="", group="")
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _hash(*facts: object) -> int:
+    facts = (phase, operands.x.shape[-1], operands.ids.shape[-1], operands.x.dtype, replace(call, options="", group=""))
     return zlib.crc32(repr(facts).encode()) & 0x7FFFFFFF
 
 
-def _poison(grads: list[torch.Tensor], windows: Windows) -> None:
-    """A NaN into each gradient of the experts if this rank has seen a fault: they were made from what was not there.
-    One element, since it is for the optimiser's and the reader's notice, and passes over all weights cost time."""
-    failed = torch.where(windows.state[1] != 0, float("nan"), 0.0)
-    for grad in grads:
-        if grad.numel():
-            first = grad[(0,) * grad.dim()]
-            first.add_(failed.to(grad.dtype))
-
-
-def _sum(block: _Block, call: Call, ids, weights, y, dweights, group: list[int], stream: int) -> None:
-    """Waits, on the device, for all ranks and fills what is given of y [T, H] and dweights [T, K]."""
-    windows, exact = block.windows, block.windows.shape.exact
-    position = torch.empty(ids.shape, dtype=torch.int32, device=ids.device) if exact and y is not None else None
-    sharding = call.sharding
-    torch.ops.mok_sm90.sum(
-        ids, weights if exact else None, windows.shape.hidden, sharding.num_experts, sharding.per_rank, block.half,
-        y, dweights, position, windows.own.data_ptr(), group, stream,
-    )  # fmt: skip
-
-
-def _problem(operands: Operands, call: Call, rank: int) -> tuple[str | None, bool]:
-    """Why this rank's arguments cannot be used, or None; whether its weights are stored as [E, in, out]."""
+def _problem(operands: Operands, call: Call, rank: int) -> str | None:
+    """Why this rank's arguments cannot be used, or None."""
     x, ids, weights, up, down = operands.x, operands.ids, operands.weights, operands.up, operands.down
     expected = call.sharding.size(rank)
     if operands.local_experts != expected:
-        return f"its weights must be those of {expected} experts, got {operands.local_experts}", False
+        return f"its weights must be those of {expected} experts, got {operands.local_experts}"
     if ids.dim() == 2 and ids.shape[1] > sm90.MAX_TOP_K:
-        return f'it takes at most {sm90.MAX_TOP_K} slots per token; transport="collectives" takes more', False
+        return f'it takes at most {sm90.MAX_TOP_K} slots per token; transport="collectives" takes more'
     lists = operands.lists
     if expected == 0:  # the tokens are checked all the same
         lists = tuple([t.new_empty(1, *t.shape[1:]) for t in tensors] for tensors in lists)
     try:
         ops.check(x, ids, weights, *lists, call.spec)
     except (TypeError, ValueError) as error:
-        return str(error), False
+        return str(error)
     found = sm90.storage(up, down[0]) if expected else sm90.Storage(False, [])
-    if isinstance(found, str):
-        return f'{found}; transport="collectives" takes them as they are', False
-    return None, found.transposed
+    return f'{found}; transport="collectives" takes them as they are' if isinstance(found, str) else None
 
 
 def _describe(operands: Operands, call: Call) -> str:

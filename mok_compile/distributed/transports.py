@@ -8,7 +8,7 @@ backward reverse combine, experts, reverse dispatch) or all in one kernel: the o
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol
 
@@ -34,6 +34,7 @@ class Call:
     group: str
     sharding: Sharding
     options: str = ""
+    known: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # a transport's own notes
 
 
 @dataclass(frozen=True)

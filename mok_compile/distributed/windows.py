@@ -8,6 +8,7 @@ for each other here. Kernels cannot raise: a fault is written into memory of the
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -104,14 +105,17 @@ class Windows:
     @property
     def numbers(self) -> list[int]:
         """For the kernels, see `group_of` in csrc/cuda/tensors.h."""
-        shape = self.shape
-        where = (self.addresses.data_ptr(), self.state.data_ptr(), self.report.data_ptr())
-        return [
-            *(self.rank, self.ranks, self.capacity, shape.hidden, shape.top_k, int(shape.exact)),
-            *where,
-            int(self.timeout * 1e9),
-            *self.sms,
-        ]
+        return [*self._what, int(self.timeout * 1e9), self._own, *self.sms]
+
+    @functools.cached_property
+    def _what(self) -> tuple[int, ...]:
+        shape, tensors = self.shape, (self.addresses, self.state, self.report)
+        sizes = (self.rank, self.ranks, self.capacity, shape.hidden, shape.top_k, int(shape.exact))
+        return *sizes, *(t.data_ptr() for t in tensors)
+
+    @functools.cached_property
+    def _own(self) -> int:
+        return self.own.data_ptr()
 
     @property
     def tokens(self) -> int:
@@ -128,27 +132,27 @@ class Windows:
         return f"mok::experts_parallel, {phase}, noticed by rank {rank} of {self.ranks} in exchange {exchange}: {said}"
 
     @contextlib.contextmanager
-    def exchange(self) -> Iterator[list[int]]:
-        """One exchange on the current stream; gives `numbers`. RuntimeError for a fault of an earlier one, whose
-        results were NaN."""
+    def exchange(self) -> Iterator[tuple[list[int], int]]:
+        """One exchange on the current stream of the windows' device, which becomes the current one; gives `numbers` and
+        the stream. RuntimeError for a fault of an earlier one, whose results were NaN."""
         said = self.fault()
         if said is not None:
             release(self.shape)
             raise RuntimeError(said)
         with torch.cuda.device(self.shape.device):
             stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
-        self.captured |= capturing
-        if self.last is not None and self.last[0] != stream and not capturing:
-            stream.wait_event(self.last[1])
-        try:
-            yield self.numbers
-        except BaseException:
-            self.refuse(REFUSED)
-            raise
-        if not capturing:
-            event = self.last[1] if self.last is not None else torch.cuda.Event()
-            event.record(stream)
-            self.last = stream, event
+            self.captured |= capturing
+            if self.last is not None and self.last[0] != stream and not capturing:
+                stream.wait_event(self.last[1])
+            try:
+                yield self.numbers, stream.cuda_stream
+            except BaseException:
+                self.refuse(REFUSED)
+                raise
+            if not capturing:
+                event = self.last[1] if self.last is not None else torch.cuda.Event()
+                event.record(stream)
+                self.last = stream, event
 
     def refuse(self, fault: int, have: int = 0, room: int = 0) -> None:
         """Lets the other ranks know that this one does not go on: they need not wait for it. Ends the windows."""
@@ -164,10 +168,11 @@ _captured: list[Windows] = []
 
 
 def windows_for(
-    shape: Shape, peers: Peers, tokens: int, describe: Callable[[], str], problem: str | None, options
+    shape: Shape, peers: Peers, tokens: int, describe: Callable[[], str], problem: Callable[[], str | None], options
 ) -> Windows:
-    """The windows of `shape`. The first call makes them: then every rank must call, with any number of `tokens`, and
-    what `describe` says must be the same on all. ValueError, on all ranks, if the ranks do not fit together."""
+    """The windows of `shape`. The first call makes them: then every rank must call, with any number of `tokens`; what
+    `describe` says must be the same on all, and none may have a `problem`. ValueError, on all ranks, if the ranks do
+    not fit together."""
     found = _windows.get(shape)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -175,14 +180,11 @@ def windows_for(
                 "mok::experts_parallel: the first call of a block shares memory between the ranks, which cannot be "
                 "captured in a CUDA graph; run the block once before"
             )
-        said = peers.agree("setting up", describe(), problem, [max(tokens, options.max_tokens or 0)])
+        said = peers.agree("setting up", describe(), problem(), [max(tokens, options.max_tokens or 0)])
         capacity = max(128, *(-(-most // 128) * 128 for most, *_ in said))
         found = _windows[shape] = Windows.make(
             shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
         )
-    elif problem is not None:
-        found.refuse(REFUSED)
-        raise ValueError(f"mok::experts_parallel on rank {found.rank} of {found.ranks}: {problem}")
     elif tokens > found.capacity:
         found.refuse(TOKENS, tokens, found.capacity)
         raise ValueError(

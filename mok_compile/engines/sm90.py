@@ -20,7 +20,6 @@ from mok_compile.spec import ExpertsSpec
 LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
-PANEL = 64  # columns, kPanel there
 NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Dtype there
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # tiles, tickets and rows of panels are counted in 32 bits
@@ -64,8 +63,8 @@ class Sm90:
         block, out = _block(x, ids, weights, experts, where, spec), NUMBERS[spec.dtype]
         with torch.cuda.device(x.device):
             if save:
-                return _made(torch.ops.mok_sm90.forward, *block, out, stream_of(x))
-            (y,) = _made(torch.ops.mok_sm90.infer, *block, out, FEW, stream_of(x))
+                return launched(torch.ops.mok_sm90.forward, *block, out, stream_of(x))
+            (y,) = launched(torch.ops.mok_sm90.infer, *block, out, FEW, stream_of(x))
         return y, None, None, None
 
     def backward(self, dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, needs):
@@ -84,7 +83,7 @@ class Sm90:
         wanted = [need_x or need_weights, False, *need_experts] if on_input else needs
         block = _block(x, ids, weights, experts, where, spec)
         with torch.cuda.device(x.device):
-            made = iter(_made(torch.ops.mok_sm90.backward, dy, *block, h, order, offsets, wanted, stream_of(x)))
+            made = iter(launched(torch.ops.mok_sm90.backward, dy, *block, h, order, offsets, wanted, stream_of(x)))
         dx, dweights = (next(made) if wanted[i] else None for i in range(2))
         of_experts = list(made)
         if dweights is not None and experts.down_bias is not None:
@@ -155,7 +154,7 @@ def _stacked(bias: Bank) -> torch.Tensor:
     return aligned(bias) if isinstance(bias, torch.Tensor) else torch.stack(bias)
 
 
-def _made(op, *arguments) -> list[torch.Tensor]:
+def launched(op, *arguments) -> list[torch.Tensor]:
     """What an op makes. None is made where memory does not suffice; then the allocator is asked for as much from here,
     since its error does not come through the interface that the library was built for."""
     if made := op(*arguments):
@@ -311,27 +310,6 @@ def _numbers(form: GatedForm) -> list[float]:
     limits = (form.gate_min, form.gate_max, form.up_min, form.up_max, form.up_offset)
     assert not any(math.isnan(v) for v in limits)
     return [KINDS.index(form.kind), float(swapped), form.alpha, *limits]
-
-
-def empty_panels(like: torch.Tensor, rows: int, columns: int, parts: int = 1) -> torch.Tensor:
-    """Room for `rows` rows of `parts` times `columns` numbers as the kernels keep them: in panels of 64 columns."""
-    return like.new_empty(parts * _panels(columns), rows, PANEL)
-
-
-def empty_dh(like: torch.Tensor, rows: int, inner: int, spec: ExpertsSpec) -> torch.Tensor:
-    """Room for the gradient of h, see `parts_of` in csrc/cuda/sm90/arguments.h."""
-    together = spec.layout in ("single", "interleaved")
-    width = inner * (2 if spec.gated else 1)
-    return empty_panels(like, rows, width) if together else empty_panels(like, rows, inner, 2)
-
-
-def scratch_size(rows: int, hidden: int, inner: int) -> int:
-    """What backward needs: room for the activation in panels, or for rows of dx."""
-    return rows * max(hidden, _panels(inner) * PANEL)
-
-
-def _panels(columns: int) -> int:
-    return -(-columns // PANEL)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
