@@ -10,8 +10,8 @@ import torch
 from mok_compile import build, engines
 from mok_compile.distributed import peer_memory, transports, windows
 from mok_compile.distributed.sharding import Sharding
-from mok_compile.engines import Problem
-from mok_compile.spec import ExpertsSpec
+from mok_compile.engines import Problem, sm90
+from mok_compile.spec import ExpertsSpec, dtype_name
 
 HEADER = (build.csrc() / "cuda" / "sm90" / "exchange.h").read_text(encoding="utf-8")
 
@@ -104,9 +104,37 @@ def test_ranks_in_one_call_have_one_number():
     assert number not in others and len(set(others)) == len(others)
 
 
-@pytest.mark.parametrize("failed", [0, 1])
-def test_gradients_after_a_fault_are_marked(failed):
-    grads = [torch.ones(2, 3, 4).bfloat16(), torch.ones(0, 3), torch.ones(2, 4, 3).transpose(1, 2)]
-    peer_memory._poison(grads, SimpleNamespace(state=torch.tensor([5, failed, 0], dtype=torch.int32)))
-    assert [int(g.isnan().sum()) for g in grads] == [failed, 0, failed]
-    assert all(g.nan_to_num(1.0).eq(1).all() for g in grads)
+def numbers_of(rank, ranks, options="", phase="forward", experts=5, capacity=256):
+    _, call = call_for(options=options)
+    call = replace(call, sharding=Sharding(experts, ranks), spec=replace(call.spec, out_dtype="float32"))
+    operands = call_for()[0]
+    where = SimpleNamespace(rank=rank, ranks=ranks, capacity=capacity, tokens=ranks * capacity)
+    return peer_memory._how(operands, call, phase, where, peer_memory.Options.parse(options))
+
+
+def test_a_call_has_as_many_numbers_as_the_kernels_take():
+    """In the order of `Exchange`: experts, those of a rank, this rank's first, how many it has, room, the call's
+    number, and the layout and dtype as the kernels count them."""
+    header = (build.csrc() / "cuda" / "exchange_ops.h").read_text(encoding="utf-8")
+    arguments = (build.csrc() / "cuda" / "sm90" / "arguments.h").read_text(encoding="utf-8")
+    how = numbers_of(1, 2)
+    assert len(how.numbers) == int(re.search(r"a call has (\d+) numbers", header).group(1))
+    assert how.numbers[:5] == [5, 3, 3, 2, 1024] and how.kept == 3 * 1024 + 2
+    dtypes = re.search(r"enum class Dtype : int \{ (.*?) \}", arguments).group(1).split(", ")
+    layouts = re.search(r"enum class Layout : int \{ (.*?) \}", arguments).group(1).split(", ")
+    assert (layouts[how.numbers[6]], dtypes[how.numbers[7]]) == ("kConcat", "kFloat32")
+    assert all(dtypes[n].lower() == f"k{dtype_name(d)}" for d, n in sm90.NUMBERS.items())
+    assert how.numbers[5] != numbers_of(1, 2, phase="backward").numbers[5]
+
+
+def test_rows_that_a_rank_has_room_for():
+    """`room` times an even share, rounded up to blocks of 128 rows, never more than there can be, never none."""
+    assert [numbers_of(0, 4, f"room={r}").numbers[4] for r in (0.001, 0.5, 1, 1.01, 3, 100)] == [
+        *(128, 256, 512, 640, 1536, 2048)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int8])
+def test_ids_of_no_integer_type_reach_the_check(dtype):
+    operands = replace(call_for()[0], ids=torch.zeros(3, 2, dtype=dtype), down=[torch.zeros(4, 16, 8)])
+    assert peer_memory._tensors(operands)[1].dtype == dtype

@@ -183,8 +183,9 @@ def _how(operands: Operands, call: Call, phase: str, windows: Windows, options: 
 
 
 def _tensors(operands: Operands) -> tuple:
-    """The tensors of a call as the kernels take them, from x to down_bias."""
-    slots = sm90.ids_of(operands.ids), operands.weights.contiguous()
+    """The tensors of a call as the kernels take them, from x to down_bias; what is wrong with them stays so."""
+    ids = operands.ids
+    slots = sm90.ids_of(ids) if ids.dtype in ops.IDS else ids, operands.weights.contiguous()
     up_bias = [sm90.aligned(b) for b in operands.up_bias]
     down_bias = sm90.aligned(operands.down_bias[0]) if operands.down_bias else None
     return sm90.aligned(operands.x), *slots, operands.up, operands.down[0], up_bias, down_bias

@@ -277,6 +277,17 @@ def faults():
             lambda: functional.forward(*operands[:4], spec, **parallel(8, "peer_memory timeout=3"))))  # fmt: skip
     dist.barrier()
     again("rank 0 does not call")
+    y, context = functional.forward(*operands[:4], spec, **parallel(8, "peer_memory timeout=3"))
+    if rank > 0:
+        grads = functional.backward(y, context)
+        torch.cuda.synchronize()
+        marked = [bool(t.flatten()[0].isnan()) for v in grads_of(grads).values() for t in v]
+        well = well and all(marked)
+        print(f"{'ok  ' if all(marked) else 'BAD '} gradients after a fault rank {rank}: {marked}", flush=True)
+        expect("rank 0 runs no backward", "rank 0 did not publish", raised(
+            lambda: functional.forward(*operands[:4], spec, **parallel(8, "peer_memory timeout=3"))))  # fmt: skip
+    dist.barrier()
+    again("rank 0 runs no backward")
     return well
 
 
