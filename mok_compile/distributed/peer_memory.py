@@ -76,7 +76,7 @@ class Options:
         if self.sms and self.backward_sms:
             return self
         x, ids, inner = operands.x, operands.ids, operands.down[0].shape[-1]
-        sizes = (x.shape[1], inner, call.sharding.num_experts, ids.shape[1])
+        sizes = (x.shape[-1], inner, call.sharding.num_experts, ids.shape[-1])
         return _tuned(self, tuned.best_for(x.device, call.sharding.ranks, *sizes, x.dtype))
 
 
