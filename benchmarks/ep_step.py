@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import Qwen3MoeForCausalLM
 
+from mok_compile.backend import mok  # the object: its name is known only where the package is installed
 from mok_compile.distributed import plan
 from mok_compile.distributed.sharding import Sharding
 
@@ -77,7 +78,7 @@ def run(name: str, given: argparse.Namespace) -> dict[str, object]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",))
     model, ids = build(given.layers), sequences(dist.get_rank(), given)
-    tokens, backend = ids.numel(), "mok"
+    tokens, backend = ids.numel(), mok
     if name == "hf":
         backend = "inductor"
         model, shared = of_transformers(model, ranks)
