@@ -332,14 +332,22 @@ def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swap
     batch, free, over = _sides(rows.roles, swapped)
     # On the right the contracted side comes first; where operands are swapped it comes last.
     weight_batch, weight_over, rest = _sides(weight.roles, swapped)
+    gathered = weight.what.ids is not None
+    k = pinned(weight.what.ids.meta.shape[-1]) if gathered else 1
+    alone = gathered and k == 1
+    if alone:
+        batch, free, over, weight_batch, weight_over, rest = _but_choice(
+            (batch, free, over, weight_batch, weight_over, rest)
+        )
     if over != (FEATURE,) or weight_over not in (("a",), ("b",)):
         return None
     out = "b" if weight_over == ("a",) else "a"
     start = not isinstance(rows.what, (Rows, Pointwise))
-    gathered = weight.what.ids is not None
     tokens = weight_batch[:-1]  # of gathered matrices
     per_row = (*tokens, CHOICE) if gathered else (EXPERT,)
-    if gathered and start and batch == weight_batch in TOKENS and free == () and rest == (CHOICE, out):
+    if alone and free == () and rest == (out,) and batch == weight_batch in TOKENS:
+        roles = ((*batch, CHOICE), free, (FEATURE,))
+    elif gathered and start and batch == weight_batch in TOKENS and free == () and rest == (CHOICE, out):
         roles = (batch, free, (CHOICE, FEATURE))
     elif gathered and free == () and rest == (out,) and weight_batch == per_row and tokens in TOKENS:
         if batch != (per_row if not start else (*tokens, AGAIN)):
@@ -355,7 +363,6 @@ def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swap
         return None
     if swapped:
         roles = (roles[0], roles[2], roles[1])
-    k = pinned(weight.what.ids.meta.shape[-1]) if gathered else 1
     ids = _root(weight.what.ids) if gathered else None
     source = _start(rows, SLOT if gathered else EVERY, k) if start else rows.what
     if gathered and source.ids not in (None, ids):
@@ -363,6 +370,16 @@ def _projection(facts: Facts, value: Value, rows: Operand, weight: Operand, swap
     stored = _weight(weight.what.stored)
     stored = replace(stored, transposed=stored.transposed != (weight_over == ("a",)))
     return Laid(_projected(value, source, stored, ids or source.ids), roles, weight.experts)
+
+
+def _is_alone(rows: Rows | Pointwise) -> bool:
+    """Whether each token has one slot."""
+    return rows.order == SLOT and rows.k == 1
+
+
+def _but_choice(roles: Roles) -> Roles:
+    """`roles` without that of a token's only slot, which stands anywhere: it has but one entry."""
+    return tuple(tuple(role for role in dim if role != CHOICE) for dim in roles)
 
 
 def _start(tokens: Operand, order: str, k) -> Rows:
@@ -391,7 +408,20 @@ def _reshaped(facts, value, a, *args, **kwargs):
                 names = longer
                 break
     roles = None if changed is None else _named(changed, names)
-    return None if roles is None else replace(fact, roles=roles)
+    return None if roles is None else _settled(facts, replace(fact, roles=roles))
+
+
+def _settled(facts: Facts, fact: Laid) -> Fact:
+    """The rows themselves where `fact` is nothing but what becomes of tokens with one slot: no sum follows."""
+    rows = fact.rows
+    alone = isinstance(rows, Pointwise) and _is_alone(rows) and rows.bare is not None
+    *tokens, features = _but_choice(fact.roles)
+    if not alone or rows.level != 2 or features != (FEATURE,):
+        return fact
+    if len(tokens) == 1 and tokens[0] in TOKENS:
+        return rows
+    several = len(tokens) > 1 and set(tokens) == {(TOKEN,)}
+    return _mixed(facts, rows, (CHOICE,)) if several and rows.weight is not None else fact
 
 
 def _cuts(dims: list, names: dict[int, str], shape: tuple) -> Iterator[tuple[list, dict[int, str]]]:
@@ -497,13 +527,19 @@ def _bias(value: Value, facts: Facts) -> Operand | None:
     return None if roles is None else Operand(Matrices(stored, ids), roles, stored.meta.shape[0])
 
 
+def _is_features(fact: Laid, dim: int) -> bool:
+    """Whether `dim` runs over the features alone."""
+    roles = _but_choice(fact.roles) if _is_alone(fact.rows) else fact.roles
+    return roles[dim] == (FEATURE,)
+
+
 @rule(aten.split.Tensor)
 def _split(facts, value, a, size, dim=0):
     fact = facts.of(a)
     if not isinstance(fact, Laid) or not isinstance(fact.rows, Pointwise):
         return None
     dim = _dim(a, dim)
-    halves = fact.roles[dim] == (FEATURE,) and isinstance(size, int) and same(a.meta.shape[dim], 2 * size)
+    halves = _is_features(fact, dim) and isinstance(size, int) and same(a.meta.shape[dim], 2 * size)
     return replace(fact, rows=_half(fact.rows, ("first", "second")[value.index])) if halves else None
 
 
@@ -516,7 +552,7 @@ def _slice(facts, value, a, dim=0, start=None, end=None, step=1):
     length, size = a.meta.shape[dim], value.meta.shape[dim]
     if step == 1 and same(size, length):
         return fact
-    if fact.roles[dim] != (FEATURE,) or not same(2 * size, length):
+    if not _is_features(fact, dim) or not same(2 * size, length):
         return None
     if step == 2 and start in (0, 1):
         return replace(fact, rows=_half(fact.rows, ("even", "odd")[start]))
@@ -541,6 +577,11 @@ def _mul(facts, value, a, b):
         if rows is None or len(weights.roles) != len(rows.roles):
             continue
         wanted = tuple(tuple(r for r in dim if r != FEATURE) for dim in rows.roles)
+        if (
+            rows.what.k == 1 and rows.what.order == SLOT
+        ):  # weights [T, 1] or [T, 1, 1], whatever dimension is the slot's
+            weights = replace(weights, roles=_but_choice(weights.roles))
+            wanted = _but_choice(wanted)
         whole = all(not dim or FEATURE not in own for dim, own in zip(weights.roles, rows.roles, strict=True))
         # Tokens in several dimensions: [T, 1] with [1, T] would be all pairs of them.
         sizes = zip(rows.roles, left.meta.shape, right.meta.shape, strict=True)
@@ -580,10 +621,12 @@ def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
     fact = facts.of(a)
     if not isinstance(fact, Laid):
         return None
-    over = [] if dim is None else [fact.roles[_dim(a, d)] for d in dim]
+    alone = _is_alone(fact.rows)
+    roles = _but_choice(fact.roles) if alone else fact.roles
+    over = [] if dim is None else [(CHOICE,) if alone and roles[_dim(a, d)] == () else roles[_dim(a, d)] for d in dim]
     if keepdim or len(over) != 1 or over[0] not in ((CHOICE,), (EXPERT,)):
         raise Break("no-match", "the rows of a token are summed over another dimension than its experts")
-    left = [dim for dim in fact.roles if dim not in ((), over[0])]
+    left = [dim for dim in roles if dim not in ((), over[0])]
     if left[-1:] != [(FEATURE,)] or set(left[:-1]) - {(TOKEN,)}:
         raise Break("no-match", "the sum over the experts of a token does not give rows of tokens")
     return _mixed(facts, fact.rows, over[0])

@@ -218,6 +218,87 @@ class RoundedWeights(GatheredFused):
         return super().mix(x, ids, weights.bfloat16())
 
 
+@pytest.mark.parametrize("tokens", [(TOKENS,), (2, 7)])
+@pytest.mark.parametrize("block", GATHERED)
+def test_one_slot(block, tokens):
+    """A dimension of one stands anywhere once einsum is through with it."""
+
+    class Single(block):
+        k = 1
+
+        def forward(self, x):
+            weights, ids = torch.topk(self.gate(x).softmax(-1), 1, -1)
+            return self.mix(x.flatten(0, -2), ids.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
+
+    model, x = Single(), torch.randn(*tokens, HIDDEN, dtype=torch.float64, requires_grad=True)
+    fused = Fused(model)
+    compare(model, fused, x)
+    assert fused.counts() == (1, 0), fused.report
+
+
+class SlotsOfSequences(Block):
+    def mix(self, x, ids, weights):
+        rows = F.silu(torch.einsum("bth,btkih->btki", x, self.w1[ids]))
+        return torch.einsum("btki,btkhi,btk->bth", rows, self.w2[ids], self.weigh(weights))
+
+    def weigh(self, weights):
+        return weights.exp()
+
+
+class WeighedFeatures(Block):
+    """The one slot's output times a vector is no weighted output."""
+
+    def shapes(self):
+        return super().shapes() | {"scale": (HIDDEN,)}
+
+    def mix(self, x, ids, weights):
+        rows = F.silu(torch.einsum("th,tkih->tki", x, self.w1[ids]))
+        rows = torch.einsum("tki,tkhi->tkh", rows, self.w2[ids])
+        return (rows * self.scale[0] * weights.exp()[..., None]).sum(1)
+
+
+class OtherTokensWeights(Block):
+    def mix(self, x, ids, weights):
+        rows = F.silu(torch.einsum("th,tkih->tki", x, self.w1[ids]))
+        rows = torch.einsum("tki,tkhi->tkh", rows, self.w2[ids])
+        return torch.einsum("tkh,sk->th", rows, weights.exp())
+
+
+class OtherTokensExperts(Block):
+    def mix(self, x, ids, weights):
+        rows = F.silu(torch.einsum("th,tkih->tki", x, self.w1[ids]))
+        rows = torch.einsum("tki,tkhi->tkh", rows, self.w2[ids.flip(0)])
+        return torch.einsum("tkh,tk->th", rows, weights.exp())
+
+
+class SummedOverTokens(Block):
+    def mix(self, x, ids, weights):
+        rows = F.silu(torch.einsum("th,skih->tki", x, self.w1[ids]))
+        return torch.einsum("tki,tkhi,tk->th", rows, self.w2[ids], weights.exp())
+
+
+@pytest.mark.parametrize(
+    ("block", "fused"),
+    [(SlotsOfSequences, 1), (WeighedFeatures, None), (OtherTokensWeights, None), (OtherTokensExperts, 0),
+     (SummedOverTokens, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("slots", [1, 2])
+def test_few_slots(block, fused, slots):
+    class Few(block):
+        k = slots
+
+        def forward(self, x):
+            weights, ids = torch.topk(self.gate(x).softmax(-1), self.k, -1)
+            return self.mix(x, ids, weights)
+
+    model = Few()
+    shape = (2, 7, HIDDEN) if block is SlotsOfSequences else (HIDDEN, HIDDEN)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    compiled = Fused(model)
+    compare(model, compiled, x)
+    assert fused is None or compiled.counts()[0] == fused, compiled.report
+
+
 @pytest.mark.parametrize("block", [RoundedScores, RoundedWeights])
 def test_routing_weights_that_were_rounded_stay_so(block):
     """With those before the rounding the results would differ by some thousandths."""
