@@ -359,6 +359,9 @@ def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int, owner: s
         rest = _Names(reached - set(_statements([*before, *taken, statement])))
         serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & rest.loaded
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
+        # What is called on the way may write into what it is given.
+        given = _Names(_statements(s for s in passed if _calls_out(s, owner))).loaded - {owner}
+        moves = moves and not names.loaded & given
         if serves and moves and prepares(statement):
             taken.insert(0, statement)
         elif _writes_in_place(statement) or (counts and _calls_out(statement, owner)):

@@ -903,6 +903,23 @@ class NumberedByZipBackwards(NumberedByZip):
     numbers = range(E - 1, -1, -1)
 
 
+class ChangedBehindTheMask(Ranged):
+    """What the masks were made from is other numbers when the loop begins."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        ids = ids.clone()
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        self.change(ids)
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+    def change(self, ids):
+        ids.fill_(1)
+
+
 class NumberKept(Ranged):
     """A function that is made before the loop and called after it reads what the loop goes by."""
 
@@ -1389,7 +1406,7 @@ def test_experts_beside_their_numbers():
     check(NumberedByZip())
 
 
-@pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed])
+@pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed, ChangedBehindTheMask])
 def test_what_can_be_said_exactly_may_be_fused(make):
     block, x = make(), tokens(2, 9)
     compare(block, Traced(block), x)
