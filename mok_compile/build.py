@@ -137,7 +137,7 @@ def _sm90() -> Target:
                 Source(f"cuda/sm90/{n}.cu")
                 for n in (
                     *("forward", "decode", "input_grad", "weight_grad", "bias_grad", "schedule", "combine", "route"),
-                    "exchange",
+                    *("choose", "exchange"),
                 )
             ),
         ),

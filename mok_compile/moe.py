@@ -5,8 +5,8 @@ autograd, AOTAutograd and every mode of torch take it apart. In float32 and floa
 ``mok::route``, out of every compiler's reach: eager's own kernels run, so that the ids are eager's bit for bit. In 16
 bits, where that is not promised, the router's functions stay visible to the compiler, which fuses them: an opaque op
 would launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype; one
-with a kernel for few tokens takes ``mok::route_infer``, the whole router without anything for a gradient, where their
-number is known when the graph is made.
+with kernels for all of it takes ``mok::route_infer``, the whole router without anything for a gradient, where none is
+asked for and, if they are for few tokens only, their number is known when the graph is made.
 
 Shapes (legend in `mok_compile.spec`): x [T, H], router_x [T, R] (the same tensor in most models), router_weight [E, R],
 router_bias [E]; correction, E numbers of any shape, takes part in the choice alone and gets no gradient; expert_scale
@@ -16,6 +16,7 @@ for whoever reads them, the first two with gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -172,21 +173,27 @@ def eager_choice() -> Iterator[None]:
         _eager_choice.reset(token)
 
 
-def _few(x, weight, bias, correction, expert_scale, router: RouterSpec, engine: str) -> bool:
-    """Whether the engine's kernel for the router of few tokens runs: it saves nothing for a gradient, and for many
-    tokens what the compiler makes of the router is faster. So the number of tokens must be known to be small, without
-    a guard on a symbolic one."""
+def _whole(x, weight, bias, correction, expert_scale, router: RouterSpec, engine: str) -> bool:
+    """Whether the engine's kernels for a whole router run, which save nothing for a gradient. If they are for few
+    tokens, these must be known to be so few, without a guard on a symbolic number."""
     if _eager_choice.get() or x.dtype in EXACT:
         return False
     learns = any(t is not None and t.requires_grad for t in (x, weight, bias, expert_scale))
     if learns and torch.is_grad_enabled():
         return False
     tokens, limit = x.shape[0], engines.router_tokens(engine, router, weight)
-    if isinstance(tokens, int) or limit == 0:
-        return limit > 0 and tokens <= limit
+    if limit in (0, math.inf):
+        return limit > 0
+    if isinstance(tokens, int):
+        return tokens <= limit
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import, and loaded by then
 
     return statically_known_true(tokens <= limit)
+
+
+def _own(weight, router: RouterSpec, engine: str) -> bool:
+    """Whether the engine has kernels of its own for the choice."""
+    return not _eager_choice.get() and engines.router(engine, router, weight).name != engines.PORTABLE
 
 
 def _moe(
@@ -213,12 +220,11 @@ def _moe(
     operands = (router_x, router_weight, router_bias, correction)
     check(*operands, described)
     check_scale(router_x, router_weight, expert_scale, described)
-    if _few(*operands, expert_scale, described, engine):
+    if _whole(*operands, expert_scale, described, engine):
         logits, weights, ids = torch.ops.mok.route_infer(*operands, expert_scale, router, engine)
     else:
         with torch._C._DisableAutocast():
-            own = engines.router(engine, described, router_weight).name != engines.PORTABLE
-            if own or x.dtype in EXACT:
+            if x.dtype in EXACT or _own(router_weight, described, engine):
                 logits, values, ids = torch.ops.mok.route(*operands, router, engine)
             else:
                 routed = routing.route(*operands, described)

@@ -79,7 +79,10 @@ def logits_gradient(routed: Routed, dvalues: torch.Tensor, router: RouterSpec) -
     """The gradient [T, E] of the logits that belongs to the gradient `dvalues` of `routed.values`."""
     chain = _chain(router.scores, routed.logits)
     if router.masked:  # what took the place of a score hands no gradient on to it
-        dvalues = torch.where(chain[-1].gather(-1, routed.ids) == routed.values, dvalues, 0)
+        # Not where values differ from the scores: these are computed anew, by other kernels perhaps.
+        fill = router.groups.fill
+        hidden = (routed.values == fill) & (chain[-1].gather(-1, routed.ids) != fill)
+        dvalues = dvalues.masked_fill(hidden, 0)
     grad = torch.zeros_like(chain[-1]).scatter(-1, routed.ids, dvalues)
     for step, x, y in zip(reversed(router.scores), chain[-2::-1], chain[:0:-1], strict=True):
         grad = _derivative(step, grad, x, y)

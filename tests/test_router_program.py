@@ -1,15 +1,20 @@
 """What the sm90 engine's kernel for routers and its Python side must agree on, and which routers it takes."""
 
+import math
+import operator
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 from routers import CASES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from mok_compile import build
-from mok_compile.engines import get, sm90_router
+from mok_compile import build, engines, moe, ops  # noqa: F401  moe and ops register the ops
+from mok_compile.engines import get, sm90, sm90_router
 from mok_compile.router import Groups, Step
+from mok_compile.spec import ExpertsSpec
 
 CUDA = build.csrc() / "cuda"
 HEADER = (CUDA / "sm90" / "arguments.h").read_text(encoding="utf-8")
@@ -52,7 +57,9 @@ def test_a_program_tells_the_dtypes_of_its_results(name, dtype):
     header = re.search(r"kHeader = (\d+), kStep = (\d+)", (CUDA / "tensors.h").read_text(encoding="utf-8"))
     start, step = map(int, header.groups())
     assert len(made.numbers) == start + step * (len(spec.scores) + len(spec.weights))
-    assert sm90_router.unsupported(dtype, 8, 64, spec) is None
+    assert sm90_router.unsupported(dtype, 8, spec) is None
+    chosen = sm90_router.program(spec, dtype, correction, weighs=False)
+    assert (chosen.values, len(chosen.numbers)) == (made.values, start + step * len(spec.scores))
 
 
 def test_operands_of_a_dtype_that_the_kernel_does_not_know():
@@ -64,7 +71,6 @@ def test_operands_of_a_dtype_that_the_kernel_does_not_know():
     ("change", "why"),
     [
         ({"x": FP32}, "routers in torch.float32"),
-        ({"depth": 60}, "a multiple of 8 columns, not 60"),
         ({"experts": 2048}, "at most 32 of 1024 experts"),
         ({"router": replace(MIXTRAL, top_k=33)}, "at most 32 of 1024 experts"),
         ({"router": replace(MIXTRAL, groups=Groups(64, 2, 1, 0.0))}, "at most 32 groups"),
@@ -75,9 +81,77 @@ def test_operands_of_a_dtype_that_the_kernel_does_not_know():
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_a_router_that_is_not_taken(change, why):
-    asked = {"x": BF16, "experts": 128, "depth": 64, "router": MIXTRAL} | change
+    asked = {"x": BF16, "experts": 128, "router": MIXTRAL} | change
     assert why in sm90_router.unsupported(**asked)
 
 
 def test_without_the_gpu_no_router_is_taken():
-    assert get("sm90").router_tokens(MIXTRAL, torch.empty(8, 64, dtype=BF16)) == 0
+    weight = torch.empty(8, 64, dtype=BF16)
+    assert get("sm90").router_tokens(MIXTRAL, weight) == 0
+    assert "GPUs of compute capability (9, 0)" in get("sm90").supports_router(MIXTRAL, weight)
+    assert engines.router("sm90", MIXTRAL, weight).name == engines.PORTABLE
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Every device counts as one that the kernels run on."""
+    monkeypatch.setattr(sm90, "_unrouted", lambda device, *asked: sm90_router.unsupported(*asked))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "top_k", "taken"),
+    [(BF16, 128, 8, True), (torch.float16, 1024, 32, True), (FP32, 128, 8, False), (BF16, 1025, 8, False)],
+)
+def test_what_is_asked_of_a_fake_weight(anywhere, dtype, experts, top_k, taken):
+    router = replace(MIXTRAL, top_k=top_k)
+    with FakeTensorMode():
+        weight = torch.empty(experts, 60, dtype=dtype)
+    assert (get("sm90").supports_router(router, weight) is None) == taken
+    assert get("sm90").router_tokens(router, weight) == (math.inf if taken else 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+def test_the_graph_of_a_training_step(anywhere, name, dtype):
+    """In 16 bits the choice is one op, in float32 torch's; the product's and the scores' derivatives stay visible."""
+    spec, tokens, experts, hidden, inner = CASES[name].spec, 2048, 8, 64, 32
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+    def step(x, gate, bias, correction, scale, up, down):
+        how = (spec.to_json(), ExpertsSpec("silu(gate) * up", "concat", str(dtype)[6:]).to_json(), "sm90")
+        y, logits, weights, _ = torch.ops.mok.moe(x, x, gate, bias, correction, scale, [up], [down], [], [], *how)
+        return torch.autograd.grad(y.sum() + logits.sum() + weights.sum(), (x, gate, up, down))
+
+    with FakeTensorMode() as mode:
+        bias = new(experts) if CASES[name].bias else None
+        correction = new(experts, dtype=FP32).detach() if spec.corrected else None
+        scale = new(experts) if spec.scaled else None
+        operands = (new(tokens, hidden), new(experts, hidden), bias, correction, scale)
+        with mode:
+            banks = new(experts, 2 * inner, hidden), new(experts, hidden, inner)
+            graph = make_fx(step)(*operands, *banks).graph
+    targets = [node.target for node in graph.nodes]
+    (route,) = (node for node in graph.nodes if node.target is torch.ops.mok.route.default)
+    assert torch.ops.mok.route_infer.default not in targets and torch.ops.aten.topk.default not in targets
+    assert targets.count(torch.ops.aten.scatter.src) + targets.count(torch.ops.aten.scatter.value) == 1
+    assert route.args[-1] == "sm90" and targets.count(torch.ops.mok.experts_backward.default) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 257, 16384])
+def test_the_graph_of_inference(anywhere, tokens):
+    """In 16 bits one op is the whole router, whatever the number of tokens."""
+    with FakeTensorMode(), torch.no_grad():
+        x, gate = (torch.empty(n, 64, dtype=BF16) for n in (tokens, 8))
+        up, down = (torch.empty(8, *s, dtype=BF16) for s in ((64, 64), (64, 32)))
+        how = (MIXTRAL.to_json(), ExpertsSpec("silu(gate) * up", "concat", "bfloat16").to_json(), "sm90")
+
+        def run(x):
+            return torch.ops.mok.moe(x, x, gate, None, None, None, [up], [down], [], [], *how)[0]
+
+        targets = [node.target for node in make_fx(run)(x).graph.nodes if node.op == "call_function"]
+    assert [t for t in targets if t is not operator.getitem] == [
+        torch.ops.mok.route_infer.default,
+        torch.ops.mok.experts.default,
+    ]

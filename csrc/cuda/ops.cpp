@@ -129,18 +129,15 @@ bool pays(const Sizes& sizes) {
   return sizes.slots() <= (sizes.tokens <= 8 ? 64 : std::min<int64_t>(32, 4 * sizes.experts));
 }
 
-// A router; `program` as mok_compile/engines/sm90_router.py puts it into numbers.
-void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction, MaybeTensor scale, Doubles program,
-              Tensor logits, MaybeTensor values, MaybeTensor weights, Tensor ids, int64_t stream) {
+// What a router gets and gives besides logits; `program` as mok_compile/engines/sm90_router.py puts it into numbers.
+RouteArguments router_of(const MaybeTensor& correction, const MaybeTensor& scale, const Doubles& program,
+                         const Tensor& logits, const MaybeTensor& values, const MaybeTensor& weights,
+                         const Tensor& ids) {
   RouteArguments in{};
-  in.tokens = x.size(0);
-  in.depth = x.size(1);
-  in.experts = weight.size(0);
-  in.dtype = dtype_of(x);
+  in.tokens = logits.size(0);
+  in.experts = logits.size(1);
+  in.dtype = dtype_of(logits);
   in.program = program_of(program);
-  in.x = x.data_ptr();
-  in.weight = weight.data_ptr();
-  in.bias = data_of(bias);
   in.correction = data_of(correction);
   if (correction) in.correction_dtype = dtype_of(*correction);
   in.scale = data_of(scale);
@@ -151,7 +148,22 @@ void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction,
   in.weights = const_cast<void*>(data_of(weights));
   if (weights) in.weights_dtype = dtype_of(*weights);
   in.ids = static_cast<int64_t*>(ids.data_ptr());
+  return in;
+}
+
+void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction, MaybeTensor scale, Doubles program,
+              Tensor logits, MaybeTensor values, MaybeTensor weights, Tensor ids, int64_t stream) {
+  RouteArguments in = router_of(correction, scale, program, logits, values, weights, ids);
+  in.depth = x.size(1);
+  in.x = x.data_ptr();
+  in.weight = weight.data_ptr();
+  in.bias = data_of(bias);
   require(route(in, stream_of(stream)));
+}
+
+void choose_op(Tensor logits, MaybeTensor correction, MaybeTensor scale, Doubles program, MaybeTensor values,
+               MaybeTensor weights, Tensor ids, int64_t stream) {
+  require(choose(router_of(correction, scale, program, logits, values, weights, ids), stream_of(stream)));
 }
 
 // The sums of score tiles: the gradients of the routing weights.
@@ -628,6 +640,9 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? scale, float[] program, "
       "Tensor(a!) logits, Tensor(b!)? values, Tensor(c!)? weights, Tensor(d!) ids, int stream) -> ()");
   m.def(
+      "choose(Tensor logits, Tensor? correction, Tensor? scale, float[] program, Tensor(a!)? values, "
+      "Tensor(b!)? weights, Tensor(c!) ids, int stream) -> ()");
+  m.def(
       "forward_parallel(Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
       "Tensor? down_bias, float[] activation, bool save, int[] how, int[] group, int stream) -> Tensor[]");
   m.def(
@@ -644,6 +659,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("infer", TORCH_BOX(&infer_op));
   m.impl("route", TORCH_BOX(&route_op));
+  m.impl("choose", TORCH_BOX(&choose_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("forward_parallel", TORCH_BOX(&forward_parallel_op));
   m.impl("backward_parallel", TORCH_BOX(&backward_parallel_op));

@@ -99,12 +99,12 @@ class RouterEngine(Engine, Protocol):
 
 
 class FewRouterEngine(Engine, Protocol):
-    """An engine that has a kernel for a whole router, routing weights included, where tokens are few and no gradient
-    is asked for."""
+    """An engine that has kernels for a whole router, routing weights included, where no gradient is asked for; perhaps
+    only where tokens are few."""
 
-    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> int:
-        """The number of tokens up to which the kernel is worth its call, 0 if there is none for this router with this
-        weight [E, H] (which may be a fake tensor)."""
+    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> float:
+        """The number of tokens up to which the kernels are worth their call, infinity if they always are, 0 if there is
+        none for this router with this weight [E, H] (which may be a fake tensor)."""
 
     def route_few(self, x, weight, bias, correction, expert_scale, router) -> Routing:
         """Chooses the experts and weighs them."""
@@ -166,8 +166,8 @@ def router(name: str, spec: RouterSpec, weight: torch.Tensor) -> RouterEngine:
     return engine if asked is not None and asked(spec, weight) is None else get(PORTABLE)
 
 
-def router_tokens(name: str, spec: RouterSpec, weight: torch.Tensor) -> int:
-    """The number of tokens up to which the engine called `name` has a kernel for the whole router; 0: none."""
+def router_tokens(name: str, spec: RouterSpec, weight: torch.Tensor) -> float:
+    """The number of tokens up to which the engine called `name` has kernels for the whole router; 0: none."""
     asked = getattr(get(name), "router_tokens", None)
     return 0 if asked is None else asked(spec, weight)
 

@@ -94,31 +94,54 @@ class Sm90:
             of_experts = [part for grad in of_experts for part in _parts(grad)]
         return [*(g for g in (dx, dweights) if g is not None), *of_experts]
 
-    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> int:
-        if not all(isinstance(size, int) for size in weight.shape) or not weight.is_contiguous():
-            return 0
-        return 0 if _unrouted(weight.device, weight.dtype, *weight.shape, router) else sm90_router.MAX_TOKENS
+    def supports_router(self, router: RouterSpec, weight: torch.Tensor) -> str | None:
+        experts = weight.shape[0]
+        if not isinstance(experts, int):
+            return "it must know the number of experts"
+        return _unrouted(weight.device, weight.dtype, experts, router)
+
+    def route(self, x, weight, bias, correction, router) -> routing.Routed:
+        program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, weighs=False)
+        if program is None or build.failure("sm90"):
+            return routing.route(x, weight, bias, correction, router)
+        logits = torch.nn.functional.linear(x, weight, bias).contiguous()
+        correction = None if correction is None else correction.contiguous()
+        with torch.cuda.device(x.device):
+            values, ids = sm90_router.choose(logits, correction, router, program, stream_of(x))
+        return routing.Routed(logits, values, ids)
+
+    def router_tokens(self, router: RouterSpec, weight: torch.Tensor) -> float:
+        return math.inf if self.supports_router(router, weight) is None else 0
 
     def route_few(self, x, weight, bias, correction, expert_scale, router) -> routing.Routing:
         operands = (x, weight, bias, correction, expert_scale)
-        scale_dtype = None if expert_scale is None else expert_scale.dtype
-        program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, scale_dtype)
-        fits = program is not None and x.shape[0] <= self.router_tokens(router, weight)
-        if not fits or weight.data_ptr() % 16 or build.failure("sm90"):
+        dtypes = [None if v is None else v.dtype for v in (correction, expert_scale)]
+        program = sm90_router.program(router, x.dtype, *dtypes)
+        if program is None or build.failure("sm90"):
             return routing.route_and_weigh(*operands, router)
-        _tell_router(router, *(None if t is None else t.dtype for t in (x, correction, expert_scale)))
-        vectors = [None if v is None else v.contiguous() for v in operands[2:]]
+        bias, *vectors = [None if v is None else v.contiguous() for v in operands[2:]]
         with torch.cuda.device(x.device):
-            logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *vectors, router, program, stream_of(x))
+            if x.shape[0] <= sm90_router.MAX_TOKENS and _multiplies(weight):
+                _tell_router(router, x.dtype, *dtypes)
+                rest = (bias, *vectors, router, program, stream_of(x))
+                logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *rest)
+            else:
+                logits = torch.nn.functional.linear(x, weight, bias).contiguous()
+                weights, ids = sm90_router.choose_and_weigh(logits, *vectors, router, program, stream_of(x))
         return routing.Routing(logits, weights, ids)
 
 
+def _multiplies(weight: torch.Tensor) -> bool:
+    """Whether the kernel for few tokens can read a router's weight."""
+    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+
+
 @functools.lru_cache(maxsize=256)
-def _unrouted(device: torch.device, dtype: torch.dtype, experts: int, depth: int, router: RouterSpec) -> str | None:
-    """Why the kernel for the router of few tokens does not run, None if it does."""
+def _unrouted(device: torch.device, dtype: torch.dtype, experts: int, router: RouterSpec) -> str | None:
+    """Why the kernels for routers do not run, None if they do."""
     if device.type != "cuda" or not _is_hopper(device.index):
         return "it runs on GPUs of compute capability (9, 0)"
-    return sm90_router.unsupported(dtype, experts, depth, router)
+    return sm90_router.unsupported(dtype, experts, router)
 
 
 @functools.cache  # the library keeps them all as well

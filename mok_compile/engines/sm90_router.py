@@ -1,4 +1,5 @@
-"""Routers of few tokens on the sm90 engine: which ones csrc/cuda/sm90/route.cuh runs, and its launch."""
+"""The sm90 engine's routers: which ones its kernels run, and their launches. csrc/cuda/sm90/route.cuh is a whole router
+of few tokens, csrc/cuda/sm90/choose.cu all but the logits, of any number of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ OPS = (
     *("normalise", "normalise add", "normalise clamp", "expert_scale", "div"),
 )
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS, MAX_STEPS = 1024, 32, 32, 8
-# Up to here the kernel is faster than what Inductor makes of a router (docs/kernels/sm90.md).
+# Up to here a product of the kernel's own is faster than the matrix library's (docs/kernels/sm90.md).
 MAX_TOKENS = 256
 
 
@@ -29,12 +30,10 @@ class Program:
     weights: torch.dtype
 
 
-def unsupported(x: torch.dtype, experts: int, depth: int, router: RouterSpec) -> str | None:
-    """Why the kernel does not run this router for tokens of that dtype and size, None if it does."""
-    if x not in DTYPES[:2]:
+def unsupported(x: torch.dtype, experts: int, router: RouterSpec) -> str | None:
+    """Why the kernels do not run this router for tokens of that dtype, None if they do."""
+    if x not in DTYPES[:2]:  # in float32 ids must be eager's to the bit, and torch.topk has its own order of equals
         return f"it has no kernels for routers in {x}"
-    if depth % 8:
-        return f"a router's input must have a multiple of 8 columns, not {depth}"
     if experts > MAX_EXPERTS or router.top_k > MAX_TOP_K:
         return f"it routes to at most {MAX_TOP_K} of {MAX_EXPERTS} experts"
     groups = router.groups
@@ -51,17 +50,24 @@ def unsupported(x: torch.dtype, experts: int, depth: int, router: RouterSpec) ->
 
 @functools.lru_cache(maxsize=256)
 def program(
-    router: RouterSpec, x: torch.dtype, correction: torch.dtype | None, scale: torch.dtype | None
+    router: RouterSpec,
+    x: torch.dtype,
+    correction: torch.dtype | None,
+    scale: torch.dtype | None = None,
+    *,
+    weighs: bool = True,
 ) -> Program | None:
-    """The kernel's numbers for operands of these dtypes (None: absent); None if it does not know one of them."""
+    """The kernels' numbers for operands of these dtypes (None: absent), without the steps after the choice unless it
+    `weighs`; None if they do not know one of the dtypes."""
     if any(dtype not in (None, *DTYPES) for dtype in (correction, scale)):
         return None
     values, scores = _encoded(router.scores, x, None)
     choice = values if correction is None else torch.promote_types(values, correction)
-    weights, late = _encoded(router.weights, values, scale)
+    after = router.weights if weighs else ()
+    weights, late = _encoded(after, values, scale)
     groups = router.groups
     chosen = (0, 0, 0, 0.0) if groups is None else (groups.count, groups.chosen, groups.best, groups.fill)
-    counts = (len(router.scores), len(router.weights))
+    counts = (len(router.scores), len(after))
     header = (DTYPES.index(choice), router.top_k, *chosen, router.masked, *counts)
     return Program(tuple(map(float, (*header, *scores, *late))), values, weights)
 
@@ -90,3 +96,19 @@ def launch(x, weight, bias, correction, scale, router: RouterSpec, how: Program,
         x, weight, bias, correction, scale, list(how.numbers), logits, values, weights, ids, stream
     )
     return logits, values, weights, ids
+
+
+def choose(logits, correction, router: RouterSpec, how: Program, stream: int):
+    """(values, ids) of logits [T, E] without gaps, by a program that does not weigh."""
+    shape = (logits.shape[0], router.top_k)
+    values, ids = logits.new_empty(shape, dtype=how.values), logits.new_empty(shape, dtype=torch.int64)
+    torch.ops.mok_sm90.choose(logits, correction, None, list(how.numbers), values, None, ids, stream)
+    return values, ids
+
+
+def choose_and_weigh(logits, correction, scale, router: RouterSpec, how: Program, stream: int):
+    """(weights, ids) of logits [T, E] without gaps."""
+    shape = (logits.shape[0], router.top_k)
+    weights, ids = logits.new_empty(shape, dtype=how.weights), logits.new_empty(shape, dtype=torch.int64)
+    torch.ops.mok_sm90.choose(logits, correction, scale, list(how.numbers), None, weights, ids, stream)
+    return weights, ids

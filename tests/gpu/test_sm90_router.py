@@ -1,4 +1,4 @@
-"""The sm90 engine's router of few tokens against float64 and against what torch makes of the same logits."""
+"""The sm90 engine's routers against float64 and against what torch makes of the same logits."""
 
 from dataclasses import dataclass, replace
 
@@ -95,6 +95,10 @@ class Router:
         program = sm90_router.program(self.spec, x.dtype, *dtypes)
         return sm90_router.launch(x, weight, bias, correction, scale, self.spec, program, stream_of(x))
 
+    def chosen(self):
+        """(logits, values, ids) of `mok::route`."""
+        return torch.ops.mok.route(*self.operands[:4], self.spec.to_json(), "sm90")
+
     def of_logits(self, logits):
         """The numbers that torch chooses by, values, weights and ids; of equals the lower experts come first."""
         scores = routing._chain(self.spec.scores, logits)[-1]
@@ -153,6 +157,118 @@ def test_every_router(name, dtype):
         made = router.run()
         check_logits(router, made[0])
         check_choice(router, *made)
+
+
+# For the kernel that gets logits: each of its widths, full and not, and numbers of tokens on both sides of MAX_TOKENS.
+MANY = [
+    *[(0, 64, 8, 2), (1, 64, 128, 8), (3, 40, 8, 2), (257, 264, 32, 4), (2048, 64, 64, 6), (16384, 64, 128, 8)],
+    *[(2048, 264, 128, 8), (2049, 72, 60, 4), (513, 36, 160, 6), (2048, 64, 256, 8), (700, 64, 512, 10)],
+    (300, 136, 1024, 32),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_router_of_many_tokens(name, dtype):
+    """Logits are eager's to the bit; the choice and the weights as torch makes them of these logits."""
+    for seed, shape in enumerate(MANY):
+        router = Router(name, shape, dtype, extra=dtype if seed % 2 else FP32, seed=seed)
+        poison()
+        logits, values, ids = router.chosen()
+        assert torch.equal(logits, torch.nn.functional.linear(router.x, router.weight, router.bias))
+        weights = routing.weigh(values, ids, router.scale, router.spec)
+        check_choice(router, logits, values, weights, ids)
+        made = get("sm90").route_few(*router.operands, router.spec)
+        if shape[0] > sm90_router.MAX_TOKENS:
+            assert torch.equal(made.logits, logits) and torch.equal(made.ids, ids)
+            check_choice(router, logits, values, made.weights, ids)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_both_kernels_choose_alike(name):
+    """Of the same logits they make the same bits: a row in registers and one in shared memory."""
+    for experts, top_k in ((16, 2), (32, 4), (64, 6), (100, 4), (128, 8), (256, 8), (512, 10)):
+        router = Router(name, (100, 128, experts, top_k), seed=experts)
+        logits, values, weights, ids = router.run()
+        dtypes = [None if t is None else t.dtype for t in (router.correction, router.scale)]
+        how = sm90_router.program(router.spec, BF16, dtypes[0], weighs=False)
+        chosen = sm90_router.choose(logits, router.correction, router.spec, how, stream_of(logits))
+        assert same(chosen, (values, ids))
+        how = sm90_router.program(router.spec, BF16, *dtypes)
+        rest = (router.correction, router.scale, router.spec, how, stream_of(logits))
+        assert same(sm90_router.choose_and_weigh(logits, *rest), (weights, ids))
+
+
+def in_order(choice, count):
+    """The largest, of equals the lower number first."""
+    return choice.sort(dim=-1, descending=True, stable=True)[1][:, :count]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt_oss", "deepseek_v2", "kolibri"])
+@pytest.mark.parametrize("experts", [8, 32, 60, 128, 256, 1024])
+def test_equals_of_many_tokens_go_to_the_lower_expert(name, experts):
+    """Logits from a handful of values: most experts, and groups, are equal to others. So are zeros of both signs."""
+    router = Router(name, (300, 64, experts, 4))
+    generator = torch.Generator("cuda").manual_seed(0)
+    kinds = torch.tensor([0.0, -0.0, 1.0, float("nan")], device="cuda", dtype=BF16)
+    logits = kinds[torch.randint(0, 3, (300, experts), generator=generator, device="cuda")]
+    if name in ("gpt_oss", "kolibri"):  # a softmax of all is nothing but NaN then
+        logits[::3] = kinds[torch.randint(0, 4, (100, experts), generator=generator, device="cuda")]
+    choice = scores = routing._chain(router.spec.scores, logits)[-1]
+    if router.correction is not None:
+        router.correction = router.correction.sign()
+        choice = scores + router.correction
+    if (groups := router.spec.groups) is not None:
+        grouped = choice.unflatten(-1, (groups.count, -1))
+        best = in_order(grouped.amax(-1), groups.chosen)
+        others = torch.ones(300, groups.count, dtype=torch.bool, device="cuda").scatter(-1, best, False)
+        choice = scores = grouped.masked_fill(others.unsqueeze(-1), groups.fill).flatten(-2)
+    dtype = None if router.correction is None else router.correction.dtype
+    how = sm90_router.program(router.spec, BF16, dtype, weighs=False)
+    values, ids = sm90_router.choose(logits, router.correction, router.spec, how, stream_of(logits))
+    assert torch.equal(ids, in_order(choice, 4))
+    torch.testing.assert_close(values, scores.gather(-1, ids), rtol=1e-2, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_of_the_choice(name, tokens):
+    """Through `mok::route` and through torch's own choice of the same experts."""
+    router = Router(name, (tokens, 72, 64, 6))
+    leaves = [t.requires_grad_() for t in (router.x, router.weight, router.bias) if t is not None]
+    generator = torch.Generator("cuda").manual_seed(1)
+    logits, values, ids = router.chosen()
+    seeds = [torch.randn(t.shape, generator=generator, device="cuda").to(t.dtype) for t in (values, logits)]
+    found = torch.autograd.grad((values, logits), leaves, seeds)
+    logits = torch.nn.functional.linear(router.x, router.weight, router.bias)
+    scores = routing._chain(router.spec.scores, logits)[-1]
+    theirs = scores.gather(-1, ids)
+    if router.spec.masked:
+        theirs = theirs.masked_fill(values == router.spec.groups.fill, router.spec.groups.fill)
+    wanted = torch.autograd.grad((theirs, logits), leaves, seeds)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine - other).norm() <= 2e-2 * other.norm()
+
+
+@pytest.mark.parametrize("tokens", [16, 2048])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_a_block_against_eager(tokens, grad):
+    """In float16, where fewer logits are equal than in bfloat16: eager takes another one of equals."""
+    torch.manual_seed(0)
+    shape = replace(ON_GPU, hidden=256, inner=128, dtype=FP16)
+    block, x = Block(shape, "cuda"), torch.randn(tokens, shape.hidden, device="cuda", dtype=FP16)
+    compiled = torch.compile(block, backend=mok, dynamic=False)
+    results = []
+    with torch.set_grad_enabled(grad):
+        for run in (block, compiled):
+            block.zero_grad()
+            y = run(x)
+            if grad:
+                y.float().square().sum().backward()
+            made = [y.detach(), *(p.grad for p in block.parameters() if grad)]
+            results.append([t.double().clone() for t in made])
+    for eager, found in zip(*results, strict=True):
+        assert (eager - found).norm() <= 0.1 * eager.norm()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -233,25 +349,39 @@ def unaligned(t):
 
 
 REFUSED = {
-    "R": ("qwen3", (4, 132, 64, 4)),
     "E": ("qwen3", (4, 128, 2048, 4)),
     "K": ("qwen3", (4, 128, 64, 40)),
-    "tokens": ("qwen3", (sm90_router.MAX_TOKENS + 1, 128, 64, 4)),
     "float32": ("olmoe", (4, 128, 64, 4), FP32),
     "correction": ("kolibri", (4, 128, 64, 4), BF16, torch.float64),
 }
 
 
-@pytest.mark.parametrize("what", [*REFUSED, "place", "strides"])
-def test_torch_routes_what_the_kernel_does_not_take(what):
-    router = Router(*REFUSED.get(what, ("qwen3", (4, 128, 64, 4))))
+@pytest.mark.parametrize("op", ["route", "route_infer"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_torch_routes_what_the_kernels_do_not_take(what, op):
+    router = Router(*REFUSED[what])
+    if op == "route":
+        found, wanted = router.chosen(), routing.route(*router.operands[:4], router.spec)
+        wanted = wanted.logits, wanted.values, wanted.ids
+    else:
+        found = torch.ops.mok.route_infer(*router.operands, router.spec.to_json(), "sm90")
+        wanted = routing.route_and_weigh(*router.operands, router.spec)
+        wanted = wanted.logits, wanted.weights, wanted.ids
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("what", ["R", "tokens", "place", "strides"])
+def test_torch_multiplies_what_the_kernel_for_few_tokens_does_not_take(what):
+    shapes = {"R": (4, 132, 64, 4), "tokens": (sm90_router.MAX_TOKENS + 1, 128, 64, 4)}
+    router = Router("gemma4", shapes.get(what, (4, 128, 64, 4)))
     if what == "place":
         router.weight = unaligned(router.weight)
     elif what == "strides":
         router.weight = router.weight.t().contiguous().t()
-    found = torch.ops.mok.route_infer(*router.operands, router.spec.to_json(), "sm90")
-    wanted = routing.route_and_weigh(*router.operands, router.spec)
-    assert all(map(torch.equal, found, (wanted.logits, wanted.weights, wanted.ids)))
+    poison()
+    logits, weights, ids = torch.ops.mok.route_infer(*router.operands, router.spec.to_json(), "sm90")
+    assert torch.equal(logits, torch.nn.functional.linear(router.x, router.weight, router.bias))
+    check_choice(router, logits, router.chosen()[1], weights, ids)
 
 
 @pytest.mark.parametrize("change", [unaligned, lambda x: x.t().contiguous().t()], ids=["place", "strides"])
@@ -282,13 +412,19 @@ def test_router_and_experts_are_all_that_a_block_launches(tokens):
     assert off.median() < 0.02
 
 
-def test_a_training_step_routes_with_torch():
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_a_training_step_chooses_with_one_kernel(tokens):
     block = Block(ON_GPU, "cuda")
-    x = torch.randn(16, ON_GPU.hidden, device="cuda", dtype=ON_GPU.dtype)
+    x = torch.randn(tokens, ON_GPU.hidden, device="cuda", dtype=ON_GPU.dtype)
+    compiled = torch.compile(block, backend=mok, dynamic=False)
+    compiled(x).float().sum().backward()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        torch.compile(block, backend=mok, dynamic=False)(x).float().sum().backward()
+        compiled(x).float().sum().backward()
         torch.cuda.synchronize()
-    assert not any("route_kernel" in e.name for e in seen.events())
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("choose_kernel" in name for name in names) == 1
+    assert not any("route_kernel" in name or "topk" in name.lower() or "sort" in name.lower() for name in names), names
     assert block.gate.grad.isfinite().all() and block.gate.grad.any()
 
 
@@ -331,3 +467,41 @@ def test_direct_calls_are_refused_where_something_is_to_be_done():
     other = replace(router.spec, top_k=5).to_json()
     assert torch.ops.mok_sm90.route_infer(*router.operands, other, "sm90") == []
     assert torch.ops.mok_sm90.route_infer(*router.operands, *how)
+
+
+def test_inference_of_many_tokens_chooses_with_one_kernel():
+    block = Block(ON_GPU, "cuda")
+    compiled = torch.compile(block, backend=mok, dynamic=True)
+    with torch.no_grad():
+        for tokens in (2048, 300, 16):  # one graph for all
+            x = torch.randn(tokens, ON_GPU.hidden, device="cuda", dtype=ON_GPU.dtype)
+            compiled(x)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                compiled(x)
+                torch.cuda.synchronize()
+            names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            kernel = "choose_kernel" if tokens > sm90_router.MAX_TOKENS else "route_kernel"
+            assert sum(kernel in name for name in names) == 1 and not any("triton" in n for n in names), names
+
+
+def test_many_tokens_in_a_graph_and_on_two_streams():
+    routers = [Router("deepseek_v3", (700, 256, 256, 8), seed=seed) for seed in (1, 2)]
+    wanted = [router.chosen() for router in routers]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [router.chosen() for router in routers]
+    for made in results:
+        for t in made:
+            t.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(same, results, wanted))
+    streams, made = [torch.cuda.Stream() for _ in routers], []
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                made.append((routers[i].chosen(), wanted[i]))
+    torch.cuda.synchronize()
+    assert all(same(*pair) for pair in made)

@@ -261,6 +261,9 @@ struct RouteArguments {
 };
 const char* route(const RouteArguments& arguments, void* stream);
 
+// The same from logits that are there, of any number of tokens; x, weight, bias and depth are not used.
+const char* choose(const RouteArguments& arguments, void* stream);
+
 // dh (panels of the parts of N), a (panels of I columns, times the routing weight) and dscore [tiles][S], whose sum
 // over tiles is <dy, expert output>.
 struct DownGradArguments {

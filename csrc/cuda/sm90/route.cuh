@@ -5,15 +5,15 @@
 // accumulator, and the parts are added in order. The parts depend on R alone, so the bits of a logit do not depend on
 // how many tokens there are. Operands go from global memory to registers, 16 bytes a lane: which of a group's numbers
 // meet in which step of the tensor core is the same for both operands, and does not matter. The logits go to the shared
-// memory of the CTA that owns the token, and there one warp does the rest: its numbers are float32, rounded after each
-// step to the dtype that eager has there. No counters and no scratch: launches do not know of each other.
+// memory of the CTA that owns the token, and there one warp does the rest. No counters and no scratch: launches do not
+// know of each other.
 #pragma once
 
 #include "../ptx/barrier.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
-#include "number.cuh"
+#include "choice.cuh"
 
 namespace mok::sm90 {
 
@@ -41,54 +41,6 @@ struct RouteMemory {
   float correction[kMaxRouted], scale[kMaxRouted];
   float bias[kMaxRouted];
 };
-
-__device__ __forceinline__ float round_to(Dtype dtype, float v) {
-  if (dtype == Dtype::kBFloat16) return __bfloat162float(__float2bfloat16_rn(v));
-  if (dtype == Dtype::kFloat16) return __half2float(__float2half_rn(v));
-  return v;
-}
-
-// Numbers as integers of the same order: NaN is the largest, as for torch.topk. None is 0.
-__device__ __forceinline__ uint32_t key_of(float v) {
-  const uint32_t bits = __float_as_uint(v);
-  if (v != v) return 0xFFFFFFFFu;
-  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
-}
-__device__ __forceinline__ float value_of(uint32_t key) {
-  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
-}
-
-// Sums over a warp, in the orders of torch's softmax and of its sums of few numbers.
-__device__ __forceinline__ float sum_far_first(float v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
-  return v;
-}
-__device__ __forceinline__ float sum_near_first(float v) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) v += __shfl_xor_sync(~0u, v, offset);
-  return v;
-}
-
-// The steps of single numbers.
-__device__ __forceinline__ float step_of(const RouteStep& step, float v) {
-  switch (step.op) {
-    case RouteStep::kSigmoid:
-      return 1.0f / (1.0f + expf(-v));
-    case RouteStep::kSoftplus:
-      return v > 20.0f ? v : log1pf(expf(v));
-    case RouteStep::kSqrt:
-      return sqrtf(v);
-    case RouteStep::kTanh:
-      return tanhf(v);
-    case RouteStep::kMul:
-      return v * step.value;
-    case RouteStep::kAdd:
-      return v + step.value;
-    default:  // a cast
-      return v;
-  }
-}
 
 template <class T>
 struct Route {
@@ -202,149 +154,17 @@ struct Route {
     ptx::store_remote(ptx::shared_address(m.scores + token / ranks * p.experts + e), token % ranks, sum);
   }
 
-  // ---- Choice, of one token by one warp. Lane l has the experts l, l + 32, ...
+  // ---- Of the cluster's tokens that number, the CTA's own `i`
 
-  template <class Function>
-  __device__ __forceinline__ void each_expert(Function function) const {
-#pragma unroll 4
-    for (int e = lane; e < p.experts; e += 32) function(e);
-  }
-
-  __device__ __forceinline__ void scores(float* s) const {
-#pragma unroll 1
-    for (int i = 0; i < p.program.num_scores; ++i) {
-      const RouteStep step = p.program.scores[i];
-      if (step.op != RouteStep::kSoftmax) {
-        each_expert([&](int e) { s[e] = round_to(step.dtype, step_of(step, s[e])); });
-        continue;
-      }
-      uint32_t most = 0;
-      each_expert([&](int e) { most = max(most, key_of(s[e] = round_to(step.dtype, s[e]))); });
-      const float top = value_of(__reduce_max_sync(~0u, most));
-      float sum = 0.0f;
-      each_expert([&](int e) { sum += s[e] = expf(s[e] - top); });
-      sum = sum_far_first(sum);
-      each_expert([&](int e) { s[e] = round_to(step.dtype, s[e] / sum); });
-    }
-  }
-
-  // A bit for each of the best groups.
-  __device__ __forceinline__ uint32_t best_groups(const uint32_t* keys) const {
-    const RouteProgram& in = p.program;
-    uint32_t key = 0;
-    if (lane < in.groups) {
-      const int size = p.experts / in.groups;
-      uint32_t most = 0, second = 0;
-#pragma unroll 4
-      for (int i = 0; i < size; ++i) {
-        const int at = i + lane < size ? i + lane : (i + lane) % size;  // lanes in different banks
-        const uint32_t k = keys[lane * size + at];
-        second = max(second, min(most, k));
-        most = max(most, k);
-      }
-      key = in.group_best == 1 ? most : key_of(round_to(in.choice, value_of(most) + value_of(second)));
-    }
-    uint32_t chosen = 0;
-#pragma unroll 1
-    for (int i = 0; i < in.groups_chosen; ++i) {
-      const uint32_t most = __reduce_max_sync(~0u, key);
-      const int group = __ffs(int(__ballot_sync(~0u, key == most))) - 1;
-      chosen |= 1u << group;
-      if (lane == group) key = 0;
-    }
-    return chosen;
-  }
-
-  // Of lane k the k-th best expert, the lower of equals first.
-  __device__ __forceinline__ int best_experts(uint32_t* keys) const {
-    uint32_t mine;
-    int where, found = 0;
-    const auto look = [&] {
-      mine = 0, where = kMaxRouted;
-      each_expert([&](int e) {
-        const uint32_t key = keys[e];
-        if (key > mine) mine = key, where = e;
-      });
-    };
-    look();
-#pragma unroll 1
-    for (int k = 0; k < p.program.top_k; ++k) {
-      const uint32_t most = __reduce_max_sync(~0u, mine);
-      const int best = int(__reduce_min_sync(~0u, mine == most ? uint32_t(where) : uint32_t(kMaxRouted)));
-      if (lane == k) found = best;
-      if (lane == best % 32) {
-        keys[best] = 0;
-        look();
-      }
-    }
-    return found;
-  }
-
-  // Lane k has the k-th value.
-  __device__ __forceinline__ float weigh(float v, int id) const {
-    const RouteProgram& in = p.program;
-    const bool active = lane < in.top_k;
-#pragma unroll 1
-    for (int i = 0; i < in.num_weights; ++i) {
-      const RouteStep step = in.weights[i];
-      switch (step.op) {
-        case RouteStep::kSoftmax: {
-          v = round_to(step.dtype, v);
-          const float top = value_of(__reduce_max_sync(~0u, active ? key_of(v) : 0));
-          v = active ? expf(v - top) : 0.0f;
-          v /= sum_far_first(v);
-          break;
-        }
-        case RouteStep::kNormalise:
-        case RouteStep::kNormaliseAdd:
-        case RouteStep::kNormaliseClamp: {
-          float sum = round_to(step.dtype, sum_near_first(active ? v : 0.0f));
-          if (step.op == RouteStep::kNormaliseAdd) sum = round_to(step.dtype, sum + step.value);
-          if (step.op == RouteStep::kNormaliseClamp) sum = round_to(step.dtype, sum < step.value ? step.value : sum);
-          v /= sum;
-          break;
-        }
-        case RouteStep::kExpertScale:
-          v *= m.scale[id];
-          break;
-        default:
-          v = step_of(step, v);
-      }
-      v = round_to(step.dtype, v);
-    }
-    return v;
-  }
-
-  // Of the cluster's tokens that number, the CTA's own `i`.
   __device__ __forceinline__ void choose(int token, int i) const {
-    const RouteProgram& in = p.program;
-    float* const s = m.scores + i * p.experts;
-    uint32_t* const keys = m.keys + i * p.experts;
-    scores(s);
-    if (p.correction.data) {
-      each_expert([&](int e) { keys[e] = key_of(round_to(in.choice, s[e] + m.correction[e])); });
-    } else {
-      each_expert([&](int e) { keys[e] = key_of(s[e]); });
-    }
-    uint32_t groups = ~0u;
-    const float fill = round_to(in.choice, in.fill);
-    const int size = in.groups ? p.experts / in.groups : p.experts;
-    __syncwarp();
-    if (in.groups) {
-      groups = best_groups(keys);
-      __syncwarp();
-      each_expert([&](int e) {
-        if (!(groups >> e / size & 1)) keys[e] = key_of(fill);
-      });
-    }
-    const int id = best_experts(keys);
-    const float value = in.masked && !(groups >> id / size & 1) ? fill : s[id];
-    const float weight = weigh(value, id);
-    if (lane >= in.top_k) return;
-    const int64_t at = static_cast<int64_t>(first + token) * in.top_k + lane;
-    p.ids[at] = id;
-    if (p.values.data) p.values.store(at, value);
-    if (p.weights.data) p.weights.store(at, weight);
+    SharedRow row(m.scores + i * p.experts, m.keys + i * p.experts, p.experts);
+    const Choice<SharedRow> choice(row, p.program, p.correction.data ? m.correction : nullptr, m.scale);
+    const Chosen chosen = choice.run(p.weights.data);
+    if (lane >= p.program.top_k) return;
+    const int64_t at = static_cast<int64_t>(first + token) * p.program.top_k + lane;
+    p.ids[at] = chosen.id;
+    if (p.values.data) p.values.store(at, chosen.value);
+    if (p.weights.data) p.weights.store(at, chosen.weight);
   }
 
   __device__ __forceinline__ void run() const {
