@@ -1,5 +1,8 @@
 """`mok::moe` and `mok::route`: ids to the bit, gradients, schema, FLOPs, arguments that do not fit."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from naive import Problem
@@ -115,6 +118,18 @@ def test_gradient_of_a_choice_that_fell_on_a_masked_expert():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_of_scores_that_are_computed_anew(name):
+    """By another kernel, whose last bit may be different from that of the values."""
+    problem = Router(name, 9, torch.float32)
+    routed = routing.route(*problem.routing, problem.case.spec)
+    dvalues = torch.randn(routed.values.shape, generator=torch.Generator().manual_seed(5))
+    off = replace(routed, values=torch.nextafter(routed.values, routed.values + 1).detach())
+    off.values[routed.values == 0] = 0
+    wanted = routing.logits_gradient(routed, dvalues, problem.case.spec)
+    assert wanted.any() and torch.equal(routing.logits_gradient(off, dvalues, problem.case.spec), wanted)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("name", ["mixtral", "gemma4", "deepseek_v3", "deepseek_v2", "gpt_oss"])
 def test_opcheck(name, tokens):
@@ -213,7 +228,7 @@ def test_an_engine_takes_the_routers_it_knows(monkeypatch, name, calls):
 
 
 class WithFewKernel:
-    """An engine with a kernel for the routers of at most four tokens."""
+    """An engine with kernels for whole routers, of at most four tokens unless said otherwise."""
 
     name = "few"
     asked = 0
@@ -221,8 +236,10 @@ class WithFewKernel:
     def __getattr__(self, name):
         return getattr(portable.engine, name)
 
+    most = 4
+
     def router_tokens(self, router, weight):
-        return 4
+        return self.most
 
     def route_few(self, *arguments):
         self.asked += 1
@@ -269,6 +286,34 @@ def test_who_routes_few_tokens(few, tokens, dtype, grad, taken):
         targets = traced(problem)
     assert (torch.ops.mok.route_infer.default in targets) == taken
     assert few.asked == taken
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_engine_that_routes_any_number_of_tokens(few, dynamic):
+    few.most, seen = math.inf, []
+
+    def backend(gm, inputs):
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        def record(gm, inputs):
+            seen.append({node.target for node in gm.graph.nodes})
+            return gm
+
+        return aot_module_simplified(gm, inputs, fw_compiler=record)
+
+    problem = Router("mixtral", 3, torch.bfloat16)
+    _, _, *rest = problem.arguments[:-1]
+
+    def run(x):
+        return torch.ops.mok.moe(x, x, *rest, "few")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for tokens in (3, 1000) if dynamic else (1000,):
+            compiled(torch.randn(tokens, HIDDEN).bfloat16())
+    assert len(seen) == 1 and torch.ops.mok.route_infer.default in seen[0]
+    assert few.asked == 1 + dynamic
 
 
 def test_a_training_step_routes_as_before(few):

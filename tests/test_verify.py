@@ -391,7 +391,8 @@ def test_measure_without_one_side():
     assert _error(torch.ones(0, 2), torch.ones(0, 2), False) == 0.0
 
 
-def test_eagers_kernels_choose_on_both_sides(monkeypatch):
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_eagers_kernels_choose_on_both_sides(monkeypatch, grad):
     """An engine's own router may resolve a near tie otherwise, which is no fault of the block."""
 
     class Other:
@@ -407,13 +408,20 @@ def test_eagers_kernels_choose_on_both_sides(monkeypatch):
             made = router_functions.route_and_weigh(*arguments)
             return replace(made, ids=(made.ids + 1) % arguments[1].shape[0])
 
+        def supports_router(self, router, weight):
+            return None
+
+        def route(self, *arguments):
+            made = router_functions.route(*arguments)
+            return replace(made, ids=(made.ids + 1) % arguments[1].shape[0])
+
     get, other = engines.get, Other()
     monkeypatch.setattr(engines, "ENGINES", ("other", *engines.ENGINES))
     monkeypatch.setattr(engines, "get", lambda name: other if name == "other" else get(name))
     torch._dynamo.reset()
     model, x = Routed("mixtral", dtype=torch.bfloat16), torch.randn(14, 16).bfloat16()
     fused = Fused(model, engine="other")
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         assert not torch.equal(fused(x), model(x))
     (site_,) = fused.report.sites
     assert (site_.op, site_.engine, site_.reason) == ("moe", "other", None)
