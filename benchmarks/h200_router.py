@@ -1,5 +1,5 @@
-"""The router of few tokens on one H100 or H200: its functions in eager mode and under Inductor, and the kernel; alone,
-and in front of the experts of Qwen3-30B-A3B.
+"""Routers on one H100 or H200: their functions in eager mode and under Inductor, and the sm90 engine's kernels (up to
+256 tokens one, with more a product and one); alone, and in front of the experts of Qwen3-30B-A3B.
 
     python benchmarks/h200_router.py
 
@@ -45,11 +45,13 @@ class Case:
 
 
 CASES = (
-    Case("softmax, normalised", 2048, 128, 8, (1, 8, 16, 64, 128, 256, 512)),
+    Case("softmax, normalised", 2048, 128, 8, (1, 8, 16, 64, 128, 256, 512, 2048, 16384)),
     Case("softmax, normalised", 2048, 512, 10, (1, 64, 256)),
     Case("softmax, normalised", 4096, 8, 2, (1, 64, 256)),
-    Case("top k, softmax", 2880, 32, 4, (1, 64, 256)),
+    Case("softmax, normalised", 2048, 64, 8, (2048, 16384)),
+    Case("top k, softmax", 2880, 32, 4, (1, 64, 256, 2048, 16384)),
     Case("sigmoid, groups, correction", 4096, 128, 8, (1, 16, 64, 256)),
+    Case("sigmoid, groups, correction", 7168, 256, 8, (2048, 16384)),
 )
 
 
