@@ -255,10 +255,12 @@ def test_gradients_of_the_choice(name, tokens):
 @pytest.mark.parametrize("tokens", [16, 2048])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_a_block_against_eager(tokens, grad):
-    """In float16, where fewer logits are equal than in bfloat16: eager takes another one of equals."""
-    torch.manual_seed(0)
-    shape = replace(ON_GPU, hidden=256, inner=128, dtype=FP16)
-    block, x = Block(shape, "cuda"), torch.randn(tokens, shape.hidden, device="cuda", dtype=FP16)
+    """For tokens whose last expert is not nearly as good as the next one: eager may take the other of equals."""
+    shape = replace(ON_GPU, hidden=256, inner=128)
+    block, x = Block(shape, "cuda"), torch.randn(4 * tokens, shape.hidden, device="cuda", dtype=shape.dtype)
+    best = (x @ block.gate.t()).float().topk(shape.k + 1)[0].detach()
+    x = x[best[:, -2] - best[:, -1] > 2**-5][:tokens]
+    assert len(x) == tokens
     compiled = torch.compile(block, backend=mok, dynamic=False)
     results = []
     with torch.set_grad_enabled(grad):
@@ -270,7 +272,7 @@ def test_a_block_against_eager(tokens, grad):
             made = [y.detach(), *(p.grad for p in block.parameters() if grad)]
             results.append([t.double().clone() for t in made])
     for eager, found in zip(*results, strict=True):
-        assert (eager - found).norm() <= 0.1 * eager.norm()
+        assert (eager - found).norm() <= 0.03 * eager.norm()
 
 
 @pytest.mark.parametrize("name", SPECS)
