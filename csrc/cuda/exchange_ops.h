@@ -38,8 +38,8 @@ struct Exchange {
   }
 };
 
-// The arguments of `sum`, and the memory that they need: y [T, H] and dweights [T, K] as far as they are given, of slots
-// ids [T, K]; `weights` those of routes that come one by one, or null.
+// The arguments of `sum`, and the memory that they need: y [T, H] and dweights [T, K] as far as they are given, of
+// slots ids [T, K]; `weights` those of routes that come one by one, or null.
 struct Summed {
   SumArguments arguments{};
   MaybeTensor position;

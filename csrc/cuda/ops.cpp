@@ -258,8 +258,8 @@ std::optional<bool> fit(const Operands& in, const Exchange& to) {
   const bool sized = tokens <= to.group.capacity && hidden == to.hidden && hidden % 8 == 0 && inner % 8 == 0 &&
                      inner > 0 && to.top_k <= 32 && to.local <= kMaxExperts;
   if (!typed || !sized || !in.x.is_contiguous() || reinterpret_cast<uintptr_t>(in.x.data_ptr()) % 16 ||
-      !is(in.ids, {tokens, to.top_k}, ids) || !in.ids.is_contiguous() ||
-      !is(in.weights, {tokens, to.top_k}, weights) || !in.weights.is_contiguous())
+      !is(in.ids, {tokens, to.top_k}, ids) || !in.ids.is_contiguous() || !is(in.weights, {tokens, to.top_k}, weights) ||
+      !in.weights.is_contiguous())
     return std::nullopt;
   const bool halves = to.layout == Layout::kConcat || to.layout == Layout::kInterleaved;
   const int64_t columns = halves ? 2 * inner : inner;
@@ -305,8 +305,8 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
                             MaybeTensor down_bias, Doubles activation, bool save, Integers how, Integers numbers,
                             int64_t stream) {
   const Exchange to(how, numbers);
-  const Operands in = fitting(
-      {x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
+  const Operands in =
+      fitting({x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
   return if_there_is_room([&]() -> Tensors {
     const Group& group = to.group;
     const ScalarType dtype = x.scalar_type();
@@ -423,15 +423,15 @@ void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, c
 }
 
 // Backward: the gradients of x, weights, up, down, up_bias and down_bias that are needed, those of several tensors one
-// after the other. With a down bias, whose part of the gradient of weights Python knows, the exchange is left before its
-// end, and there come more tensors: the other ranks' dy, this rank's scores [ranks * capacity, K] and the plan. No
+// after the other. With a down bias, whose part of the gradient of weights Python knows, the exchange is left before
+// its end, and there come more tensors: the other ranks' dy, this rank's scores [ranks * capacity, K] and the plan. No
 // tensors where memory does not suffice.
 Tensors backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
                              MaybeTensor down_bias, Doubles activation, Tensor other_x, Tensor h, Tensor ints,
                              std::vector<bool> needs, Integers how, Integers numbers, int64_t stream) {
   const Exchange to(how, numbers);
-  const Operands in = fitting(
-      {x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
+  const Operands in =
+      fitting({x, ids, weights, up, down, {}, up_bias, down_bias, to.layout, false, activation_of(activation)}, to);
   const Group& group = to.group;
   const ScalarType dtype = x.scalar_type();
   const Sizes sizes{group.ranks * group.capacity, to.hidden, down.size(2), to.local, to.top_k};
@@ -647,7 +647,8 @@ STABLE_TORCH_LIBRARY(mok_sm90, m) {
       "Tensor? down_bias, float[] activation, bool save, int[] how, int[] group, int stream) -> Tensor[]");
   m.def(
       "backward_parallel(Tensor dy, Tensor x, Tensor ids, Tensor weights, Tensor[] up, Tensor down, Tensor[] up_bias, "
-      "Tensor? down_bias, float[] activation, Tensor rows, Tensor h, Tensor plan, bool[] needs, int[] how, int[] group, "
+      "Tensor? down_bias, float[] activation, Tensor rows, Tensor h, Tensor plan, bool[] needs, int[] how, int[] "
+      "group, "
       "int stream) -> Tensor[]");
 }
 

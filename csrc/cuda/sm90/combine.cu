@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   if constexpr (!kPush) {
     for (int64_t task = first; task < int64_t(tokens) * slabs; task += warps) sum(task / slabs, int(task % slabs));
   } else {
-    // The ranks take turns: all of one together would leave the link idle, or memory. There is room for more tokens than
-    // there may be.
+    // The ranks take turns: all of one together would leave the link idle, or memory. There is room for more tokens
+    // than there may be.
     __shared__ int counts[kMaxRanks], most;
     if (threadIdx.x == 0) most = 0;
     __syncthreads();

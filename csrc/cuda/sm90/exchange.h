@@ -12,8 +12,8 @@
 //   sum       every rank adds up what the ranks have pushed, in order of the ranks
 //
 // Nothing but the two flags of a pair of ranks (published, finished) tells them of each other, and what comes with the
-// first. No window needs to be double: a rank publishes again only once all ranks have finished, hence read; it is written into only after it has
-// published again, hence has summed.
+// first. No window needs to be double: a rank publishes again only once all ranks have finished, hence read; it is
+// written into only after it has published again, hence has summed.
 #pragma once
 
 #include "arguments.h"
@@ -135,8 +135,8 @@ struct PushArguments {
 };
 const char* push_routes(const PushArguments& arguments, void* stream);
 
-// Tells the other ranks that this one has pushed all, unless `combine` does. With scores [ranks * capacity, K], these are pushed before: those
-// of the slots that have an expert here.
+// Tells the other ranks that this one has pushed all, unless `combine` does. With scores [ranks * capacity, K], these
+// are pushed before: those of the slots that have an expert here.
 struct FinishArguments {
   Group group;
   int64_t top_k;
