@@ -69,9 +69,23 @@ struct Sizes {
   int64_t slots() const { return tokens * top_k; }
 };
 
-// Device scratch shared by the kernels of one pass: counters, the inverse of `order`, and the row blocks (at most 128
-// sorted rows of one expert each) in order of rows.
-constexpr int kBlockRows = 128;
+// The shapes of output tiles of products over sorted rows: 128 rows x 192 columns, or 192 x 128. A tile's rows are
+// those of a row block: neighbours of one expert.
+enum class Tiles : int { kWide, kTall };
+constexpr int kTileShapes = 2;
+constexpr int height_of(Tiles tiles) { return tiles == Tiles::kWide ? 128 : 192; }
+
+// All row blocks of one height, in order of rows.
+struct RowBlocks {
+  int height;
+  int* count;   // 1
+  int* groups;  // [most][4]: of the block's group: expert, first row, end of its rows, RowGroup::word
+
+  static int64_t most(const Sizes& n, Tiles tiles) {
+    const int64_t slots = n.slots();
+    return slots / height_of(tiles) + (slots < n.experts ? slots : n.experts);
+  }
+};
 
 // Rows of tokens [tokens, H], by their place (Plan::token). Only in an exchange are there `own` ones.
 struct TokenRows {
@@ -81,6 +95,7 @@ struct TokenRows {
   TokenRows(const void* rows = nullptr, const void* own = nullptr) : rows(rows), own(own) {}
 };
 
+// Device scratch shared by the kernels of one pass: counters, the inverse of `order`, and the row blocks.
 struct Plan {
   static constexpr int kHeader = 64;  // ints before the arrays
   static constexpr int kTickets = 8;  // ticket counters
@@ -89,26 +104,22 @@ struct Plan {
   const int* offsets;  // [E] ends of the experts' rows
   int* error;          // not zero once a wait has timed out
   int* tickets;        // [kTickets]
-  int* num_blocks;     // 1
-  int* blocks;         // [max_blocks][4]: of the block's group: expert, first row, end of its rows, RowGroup::word
-  int* done;           // [max_blocks] warps that have finished a block's up projection
   int* position;       // [S] sorted position of each slot, -1 if it has no expert
   int* token;          // [S] place of each sorted position's token: its number. See own_count
   int* rows;           // 1: sorted rows that have an expert
   int* landed;         // [S / kChunk] units of each chunk of sorted rows whose tokens were pulled, see exchange.h
   int* places;         // [Places::kWeights][E] of weights whose places are not 0, 1, 2, ...
-  int64_t room;        // sorted rows that there is memory for; with more of them there is an error, and nothing else
+  int* done;           // warps that have finished the up projection of each of the blocks that forward takes
+  RowBlocks blocks[kTileShapes];  // of every `Tiles`; forward has those that it takes, backward all
+  int64_t room;  // sorted rows that there is memory for; with more of them there is an error, and nothing else
   // In an exchange, so many tokens from that one on are this rank's own, and their rows lie apart from the others':
   // they have places of their own, from the lowest int on, and the tokens behind them move up.
   int own_first, own_count;
 
-  static int64_t max_blocks(const Sizes& n) {
-    const int64_t slots = n.slots();
-    return slots / kBlockRows + (slots < n.experts ? slots : n.experts);
-  }
   // Size of the scratch in ints.
   static int64_t scratch(const Sizes& n) {
-    return kHeader + 5 * max_blocks(n) + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
+    const int64_t wide = RowBlocks::most(n, Tiles::kWide), tall = RowBlocks::most(n, Tiles::kTall);
+    return kHeader + 5 * wide + 4 * tall + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
   }
   // Sorted rows are pulled in units, and looked at in chunks.
   static constexpr int kChunk = 32, kUnits = 4;
@@ -119,11 +130,14 @@ struct Plan {
     plan.offsets = offsets;
     plan.error = scratch;
     plan.tickets = scratch + 1;
-    plan.num_blocks = plan.tickets + kTickets;
-    plan.rows = plan.num_blocks + 1;
-    plan.blocks = scratch + kHeader;
-    plan.done = plan.blocks + 4 * max_blocks(n);
-    plan.position = plan.done + max_blocks(n);
+    plan.rows = plan.tickets + kTickets;
+    int* next = scratch + kHeader;
+    for (const Tiles tiles : {Tiles::kWide, Tiles::kTall}) {
+      plan.blocks[int(tiles)] = {height_of(tiles), plan.rows + 1 + int(tiles), next};
+      next += 4 * RowBlocks::most(n, tiles);
+    }
+    plan.done = next;
+    plan.position = plan.done + RowBlocks::most(n, Tiles::kWide);  // of which there are more
     plan.token = plan.position + n.slots();
     plan.landed = plan.token + n.slots();
     plan.places = plan.landed + chunks(n.slots());
@@ -142,13 +156,14 @@ struct ScheduleArguments {
   int* offsets;
   int* counts;
   Plan plan;
+  Tiles tiles;  // whose blocks the plan gets
   void* h;
   int64_t h_columns;
 };
 int64_t schedule_scratch(const Sizes& sizes);
 const char* schedule(const ScheduleArguments& arguments, void* stream);
 
-// Fills the plan from order and offsets.
+// Fills the plan from order and offsets, with the blocks of all tiles.
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream);
 
 // Copies the experts' places to the plan.
@@ -165,6 +180,7 @@ struct ForwardArguments {
   bool transposed;
   Activation activation;
   Plan plan;
+  Tiles tiles;  // no bit depends on them
   TokenRows x;
   Weight up[2];
   Weight down;
@@ -286,7 +302,7 @@ struct DownGradArguments {
 int64_t score_tiles(const Sizes& sizes);
 const char* down_grad(const DownGradArguments& arguments, void* stream);
 
-// rows [S, columns] = columns [first_column, first_column + columns) of dh @ up.
+// rows [S, H] = dh @ up.
 struct UpGradArguments {
   Sizes sizes;
   Dtype dtype;
@@ -296,7 +312,6 @@ struct UpGradArguments {
   const void* dh;
   Weight up[2];
   void* rows;
-  int64_t first_column, columns;
 };
 const char* up_grad(const UpGradArguments& arguments, void* stream);
 

@@ -5,9 +5,9 @@
 namespace mok::sm90 {
 namespace {
 
-template <class T, Columns kColumns, bool kPlain, bool kTransposed>
+template <class T, Tiles kTiles, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run(const ForwardArguments& in, void* stream) {
-  using Op = Forward<T, kColumns, kPlain, kTransposed>;
+  using Op = Forward<T, kTiles, kColumns, kPlain, kTransposed>;
   const int64_t hidden = in.sizes.hidden, inner = in.sizes.inner;
   const bool separate = in.layout == Layout::kSeparate;
   const bool halves = in.layout == Layout::kConcat;
@@ -15,14 +15,12 @@ const char* run(const ForwardArguments& in, void* stream) {
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
     const Weight& up = in.up[separate ? i : 0];
-    if (const char* error = weight_map(&p.up[i], in.dtype, up, up_rows, hidden, kTransposed, !kTransposed))
-      return error;
+    if (const char* error = weight_map<Op>(&p.up[i], in.dtype, up, up_rows, hidden, kTransposed)) return error;
     p.up_places[i] = up.places;
   }
-  if (const char* error = weight_map(&p.down, in.dtype, in.down, hidden, inner, kTransposed, !kTransposed))
-    return error;
+  if (const char* error = weight_map<Op>(&p.down, in.dtype, in.down, hidden, inner, kTransposed)) return error;
   p.down_places = in.down.places;
-  if (const char* error = panel_map(&p.a, in.dtype, in.a, panels_of(inner) * in.plan.room, kTileM)) return error;
+  if (const char* error = panel_map(&p.a, in.dtype, in.a, panels_of(inner) * in.plan.room, Op::kBoxRows)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets;
@@ -38,30 +36,34 @@ const char* run(const ForwardArguments& in, void* stream) {
   if (in.pull) p.pull = *in.pull;
   p.hidden = int(hidden);
   p.inner = int(inner);
-  p.second = halves ? int(inner) : separate ? 0 : kTileN / 2;
+  p.second = halves ? int(inner) : separate ? 0 : Op::kTileN / 2;
   // Whole panels of `a`, which are read as a whole.
   p.up_tiles = int((panels_of(inner) * kPanel + Op::kWidth - 1) / Op::kWidth);
-  p.down_tiles = int((hidden + kTileN - 1) / kTileN);
+  p.down_tiles = int((hidden + Op::kTileN - 1) / Op::kTileN);
   return launch<Op>(p, stream);
 }
 
-template <class T>
+template <class T, Tiles kTiles>
 const char* choose(const ForwardArguments& in, void* stream) {
   const bool plain = is_plain_silu(in.activation) && !in.up_bias[0] && !in.down_bias;
   if (in.layout == Layout::kInterleaved)
-    return in.transposed ? run<T, Columns::kInterleaved, false, true>(in, stream)
-                         : run<T, Columns::kInterleaved, false, false>(in, stream);
+    return in.transposed ? run<T, kTiles, Columns::kInterleaved, false, true>(in, stream)
+                         : run<T, kTiles, Columns::kInterleaved, false, false>(in, stream);
   if (in.layout == Layout::kSingle)
-    return in.transposed ? run<T, Columns::kSingle, false, true>(in, stream)
-                         : run<T, Columns::kSingle, false, false>(in, stream);
-  if (in.transposed) return run<T, Columns::kHalves, false, true>(in, stream);
-  return plain ? run<T, Columns::kHalves, true, false>(in, stream) : run<T, Columns::kHalves, false, false>(in, stream);
+    return in.transposed ? run<T, kTiles, Columns::kSingle, false, true>(in, stream)
+                         : run<T, kTiles, Columns::kSingle, false, false>(in, stream);
+  if (in.transposed) return run<T, kTiles, Columns::kHalves, false, true>(in, stream);
+  return plain ? run<T, kTiles, Columns::kHalves, true, false>(in, stream)
+               : run<T, kTiles, Columns::kHalves, false, false>(in, stream);
 }
 
 }  // namespace
 
 const char* forward(const ForwardArguments& in, void* stream) {
-  return in.dtype == Dtype::kBFloat16 ? choose<__nv_bfloat16>(in, stream) : choose<__half>(in, stream);
+  const bool bf16 = in.dtype == Dtype::kBFloat16;
+  if (in.tiles == Tiles::kTall)
+    return bf16 ? choose<__nv_bfloat16, Tiles::kTall>(in, stream) : choose<__half, Tiles::kTall>(in, stream);
+  return bf16 ? choose<__nv_bfloat16, Tiles::kWide>(in, stream) : choose<__half, Tiles::kWide>(in, stream);
 }
 
 }  // namespace mok::sm90

@@ -8,24 +8,27 @@
 namespace mok::sm90 {
 
 // kPlain: silu(gate) * up without biases. kTransposed: weights stored as [in, out].
-template <class T, Columns kColumns, bool kPlain, bool kTransposed>
-struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
+template <class T, Tiles kShape, Columns kColumns, bool kPlain, bool kTransposed>
+struct Forward : RowTiles<kShape, kShape == Tiles::kWide && kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
+  using Shape = typename Forward::RowTiles;
+  using Shape::kTileN, Shape::kAccumulators, Shape::kBytesA;
   static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
   static constexpr bool kWaits = true, kGathers = true, kPulls = true;
-  static constexpr int kStages = Forward::kSplit ? 4 : 5, kStrips = Strip<96>::kBytes;
+  static constexpr int kHalf = kTileN / 2;
+  static constexpr int kStages = Shape::kSplit ? 4 : 5, kStrips = Strip<kHalf>::kBytes;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  // Columns of `a` per up tile: a gated tile holds 96 columns of gate and the same 96 of up, in the same threads.
-  static constexpr int kWidth = is_gated(kColumns) ? kTileN / 2 : kTileN;
+  // Columns of `a` per up tile: a gated tile holds half as many of gate and the same of up, in the same threads.
+  static constexpr int kWidth = is_gated(kColumns) ? kHalf : kTileN;
   // Columns of h per column of `a` from one tile to the next.
   static constexpr int kScale = kColumns == Columns::kInterleaved ? 2 : 1;
   static constexpr bool kGated = is_gated(kColumns);
+  static constexpr int kWords = kAccumulators / 2;  // a thread's part, rounded
   enum Kind : int { kUp, kDown };
 
   struct Params {
-    // Boxes of 64 x 96, or 64 x 64 if transposed; where gate and up lie apart, they come from up[0] and up[1].
-    CUtensorMap up[2], down;
-    CUtensorMap a;  // panels, boxes of 128 rows
+    CUtensorMap up[2], down;  // where gate and up lie apart, they come from up[0] and up[1]
+    CUtensorMap a;            // panels
     const int *up_places[2], *down_places;
     Plan plan;
     int* error;
@@ -45,10 +48,10 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    const int blocks = __ldg(p.plan.num_blocks), up_tickets = blocks * p.up_tiles;
+    const int blocks = num_blocks<Shape>(p.plan), up_tickets = blocks * p.up_tiles;
     return ticket < up_tickets
-               ? block_task(p.plan, blocks, ticket, p.up_tiles, kUp, steps_of(p.hidden), kWidth)
-               : block_task(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, steps_of(p.inner), kTileN);
+               ? block_task<Shape>(p.plan, blocks, ticket, p.up_tiles, kUp, steps_of(p.hidden), kWidth)
+               : block_task<Shape>(p.plan, blocks, ticket - up_tickets, p.down_tiles, kDown, steps_of(p.inner), kTileN);
   }
   static __device__ __forceinline__ void locate(const Params& p, Task& task) {
 #pragma unroll
@@ -65,64 +68,53 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
       ring.wait_count(p.plan.done + task.extra, 4 * p.up_tiles, kUpDone);
     }
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
-      return task.kind == kUp ? Forward::kBytesB : Forward::kBytesStage;
+      return Shape::kBytesB + (task.kind == kUp ? 0 : Shape::bytes_of_rows(task.rows));
     }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
       const bool up = task.kind == kUp;
       const int column = up ? kScale * task.column : task.column, k = step * kTileK;
-      const int second = column + (up ? p.second : kTileN / 2);
-      const uint32_t to = stage + kBytesA;
+      const int second = column + (up ? p.second : kHalf);
       const Matrix first{up ? &p.up[0] : &p.down, task.place[0]}, other{up ? &p.up[1] : &p.down, task.place[1]};
-      if constexpr (Forward::kSplit) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          ptx::copy_box(to + i * kChunk, first.map, column + i * 64, k, first.place, barrier);
-          ptx::copy_box(to + (2 + i) * kChunk, other.map, second + i * 64, k, other.place, barrier);
-        }
-      } else if constexpr (kTransposed) {
-        transposed_boxes(first, k, column, to, barrier);
-      } else {
-        straight_boxes(first, other, k, column, second, to, barrier);
-      }
+      weight_boxes<Shape, kTransposed>(first, other, k, column, second, stage + kBytesA, barrier);
     }
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
       if (task.kind == kUp) return;
       if (step == 0) ptx::fence_for_async();  // other CTAs wrote these rows through ordinary stores
-      panel_box(stage, &p.a, p.plan, step, task.row, task.rows, barrier);
+      panel_boxes<Shape>(stage, &p.a, p.plan, step, task, barrier);
     }
   };
 
-  struct Gather : RowGather<T> {
-    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
-        : RowGather<T>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 1, p.hidden, thread) {}
+  struct Gather : RowGather<Shape> {
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, uint32_t thread)
+        : RowGather<Shape>(p.x, p.plan.token + task.row, task.kind == kUp ? task.rows : 0, p.hidden, thread) {}
     // Of those that are gathered.
     static __device__ __forceinline__ int last_row(const Task& task) {
       return task.kind == kUp ? task.row + task.rows - 1 : -1;
     }
     __device__ __forceinline__ void step(const Params& p, const Task& task, int step, int phase, uint32_t stage) {
-      if (task.kind == kUp) this->next(phase, p.hidden - step * kTileK, stage);
+      this->next(phase, p.hidden - step * kTileK, stage);
     }
   };
 
-  template <int kHalves>
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
+  template <int kHeight>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task, float (&acc)[kHeight][kAccumulators],
                                                 const Warp& warp) {
     if (task.kind == kDown) {
       const T* const bias = p.down_bias ? p.down_bias + static_cast<int64_t>(task.expert) * p.hidden : nullptr;
-      store_tile<T, !kPlain, kHalves>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
+      store_tile<T, !kPlain>(task, acc, warp, p.rows, p.hidden, p.hidden, bias);
       return;
     }
-    Rounded<kHalves> h;
-    add_up_bias<kHalves>(p, task, acc, warp);
-    round_tile<T, kHalves>(acc, h);
-#pragma unroll 1  // see next_half
-    for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16;
+    uint32_t h[kHeight][kWords];
+    add_up_bias(p, task, acc, warp);
+    round_tile<T>(acc, h);
+#pragma unroll 1  // see next_part
+    for (int part = 0; part < kHeight; ++part) {
+      const int first = part * kPartRows + warp.index() * 16;
       if (task.rows <= first) break;
       finish_up(p, task, h[0], task.row + first, task.rows - first, warp);
-      next_half<kHalves>(h);
+      next_part(h);
     }
     ptx::fence_for_async();
     __syncwarp();
@@ -134,11 +126,11 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
 
   // Adds the bias of the tile's columns; where gate and up lie apart, a tile has those of up[0] in its first half and
   // those of up[1] after it.
-  template <int kHalves>
-  static __device__ __forceinline__ void add_up_bias(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                     const Warp& warp) {
+  template <int kHeight>
+  static __device__ __forceinline__ void add_up_bias(const Params& p, const Task& task,
+                                                     float (&acc)[kHeight][kAccumulators], const Warp& warp) {
     if (kPlain || !p.up_bias[0]) return;
-    constexpr int kBlocks = (kColumns == Columns::kHalves ? kTileN / 2 : kTileN) / 8;
+    constexpr int kBlocks = (kColumns == Columns::kHalves ? kHalf : kTileN) / 8;
     const int first = kScale * task.column + warp.lane() % 4 * 2, room = kScale * p.inner - first;
     const T* bias = nullptr;
 #pragma unroll
@@ -147,26 +139,26 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
       if (j % 4 == 0) ptx::order();  // else all is loaded at once, and there are no registers for it
       const float2 more = bias_pair(bias, j % kBlocks * 8, room);
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
+      for (int part = 0; part < kHeight; ++part) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          acc[half][4 * j + 2 * r] += more.x;
-          acc[half][4 * j + 2 * r + 1] += more.y;
+          acc[part][4 * j + 2 * r] += more.x;
+          acc[part][4 * j + 2 * r + 1] += more.y;
         }
       }
     }
   }
 
-  // Saves a half tile's h and a: of this warp's 16 rows, which start at `row`, the first `rows`. The activation sees h
+  // Saves a part's h and a: of this warp's 16 rows, which start at `row`, the first `rows`. The activation sees h
   // as it is rounded for saving, so that backward finds the same value. A loop over pieces works on the first one and
-  // moves the others there, see next_half; only the common gate is worth its whole code.
-  static __device__ __forceinline__ void finish_up(const Params& p, const Task& task, uint32_t (&h)[kAccumulators / 2],
+  // moves the others there, see next_part; only the common gate is worth its whole code.
+  static __device__ __forceinline__ void finish_up(const Params& p, const Task& task, uint32_t (&h)[kWords],
                                                    int64_t row, int rows, const Warp& warp) {
-    constexpr int kUnroll = kPlain ? 3 : 1;
+    constexpr int kPieces = kTileN / 64, kUnroll = kPlain ? kPieces : 1;
     constexpr bool kApart = kColumns == Columns::kHalves;
     const Gate<kPlain> gate{p.activation};
     const int columns = p.inner - task.column, stride = kGated ? 2 * p.inner : p.inner;
-    const Strip<96> wide{warp.strips};
+    const Strip<kHalf> half{warp.strips};
     const Strip<64> strip{warp.strips};
     const auto store = [&](const auto& from, T* to, int stride, int room) {
       __syncwarp();
@@ -179,12 +171,12 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
-          for (int i = 0; i < 6; ++i) wide.put(i, h + part * (kTileN / 8) + 4 * i);
-          store(wide, to + part * p.inner, stride, columns);
+          for (int i = 0; i < kHalf / 16; ++i) half.put(i, h + part * (kWords / 2) + 4 * i);
+          store(half, to + part * p.inner, stride, columns);
         }
       } else {
 #pragma unroll
-        for (int piece = 0; piece < 3; ++piece) {
+        for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) strip.put(i, h + 16 * piece + 4 * i);
           store(strip, to + piece * 64, stride, kScale * columns - piece * 64);
@@ -197,24 +189,24 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
       __syncwarp();
     };
 #pragma unroll kUnroll
-    for (int piece = 0; piece < 3; ++piece) {
+    for (int piece = 0; piece < kPieces; ++piece) {
       if constexpr (kApart) {
-        const uint32_t *const g = h, *const u = h + kTileN / 8;
+        const uint32_t *const g = h, *const u = h + kWords / 2;
         uint32_t a[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float2 gg = Pair<T>::unpack(g[i]), uu = Pair<T>::unpack(u[i]);
           a[i] = Pair<T>::pack(gate.value(gg.x, uu.x), gate.value(gg.y, uu.y));
         }
-        wide.put(2 * piece, a);
-        wide.put(2 * piece + 1, a + 4);
+        half.put(2 * piece, a);
+        half.put(2 * piece + 1, a + 4);
         next_piece<8>(h);
       } else if constexpr (kColumns == Columns::kInterleaved) {
         // A pair of neighbours is gate and up of one column of `a`.
 #pragma unroll
         for (int i = 0; i < 16; ++i) {  // block i / 2 of 4 columns, rows 8 * (i % 2) on
           const float2 v = Pair<T>::unpack(h[i]);
-          const uint32_t at = wide.at(warp.row() + i % 2 * 8, piece * 64 + i / 2 * 8) + warp.lane() % 4 * 2;
+          const uint32_t at = half.at(warp.row() + i % 2 * 8, piece * 64 + i / 2 * 8) + warp.lane() % 4 * 2;
           ptx::store_shared_half(at, Pair<T>::pack(gate.value(v.x, v.y), 0.0f));
         }
         next_piece<16>(h);
@@ -233,7 +225,7 @@ struct Forward : Common<kTransposed && kColumns == Columns::kHalves> {
         next_piece<16>(h);
       }
     }
-    if (kGated) store_a(wide, task.column);
+    if (kGated) store_a(half, task.column);
   }
 };
 

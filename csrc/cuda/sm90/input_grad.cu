@@ -9,8 +9,7 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 const char* run_down(const DownGradArguments& in, void* stream) {
   using Op = DownGrad<T, kColumns, kPlain, kTransposed>;
   typename Op::Params p{};
-  if (const char* error =
-          weight_map(&p.down, in.dtype, in.down, in.sizes.hidden, in.sizes.inner, kTransposed, kTransposed))
+  if (const char* error = weight_map<Op>(&p.down, in.dtype, in.down, in.sizes.hidden, in.sizes.inner, kTransposed))
     return error;
   p.places = in.down.places;
   p.plan = in.plan;
@@ -53,12 +52,11 @@ const char* run_up(const UpGradArguments& in, void* stream) {
   typename Op::Params p{};
   for (int i = 0; i < 2; ++i) {
     const Weight& up = in.up[separate ? i : 0];
-    if (const char* error = weight_map(&p.up[i], in.dtype, up, k, in.sizes.hidden, kTransposed, kTransposed))
-      return error;
+    if (const char* error = weight_map<Op>(&p.up[i], in.dtype, up, k, in.sizes.hidden, kTransposed)) return error;
     p.places[i] = up.places;
   }
   const int64_t rows = parts.count * parts.panels() * in.plan.room;
-  if (const char* error = panel_map(&p.dh, in.dtype, in.dh, rows, kTileM)) return error;
+  if (const char* error = panel_map(&p.dh, in.dtype, in.dh, rows, Op::kBoxRows)) return error;
   p.plan = in.plan;
   p.error = in.plan.error;
   p.ticket = in.plan.tickets + 2;
@@ -66,9 +64,8 @@ const char* run_up(const UpGradArguments& in, void* stream) {
   p.parts = int(parts.count);
   p.second = separate ? 0 : int(parts.columns);
   p.rows = static_cast<T*>(in.rows);
-  p.first_column = int(in.first_column);
-  p.columns = int(in.columns);
-  p.tiles = int((in.columns + kTileN - 1) / kTileN);
+  p.hidden = int(in.sizes.hidden);
+  p.tiles = int((in.sizes.hidden + Op::kTileN - 1) / Op::kTileN);
   return launch<Op>(p, stream);
 }
 
@@ -79,7 +76,7 @@ const char* choose_up(const UpGradArguments& in, void* stream) {
 
 }  // namespace
 
-int64_t score_tiles(const Sizes& sizes) { return (sizes.inner + kTileN - 1) / kTileN; }
+int64_t score_tiles(const Sizes& sizes) { return (sizes.inner + kScoreColumns - 1) / kScoreColumns; }
 
 const char* down_grad(const DownGradArguments& in, void* stream) {
   return in.dtype == Dtype::kBFloat16 ? choose_down<__nv_bfloat16>(in, stream) : choose_down<__half>(in, stream);

@@ -7,9 +7,12 @@
 
 namespace mok::sm90 {
 
+// Of how many columns dscore has the sums.
+constexpr int kScoreColumns = RowTiles<Tiles::kWide>::kTileN;
+
 // da = dy @ down, from which dh, the weighted activation and the routing weight's gradient follow in the epilogue.
 template <class T, Columns kColumns, bool kPlain, bool kTransposed>
-struct DownGrad : Common<> {
+struct DownGrad : RowTiles<Tiles::kWide> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = true, kPulls = true;
@@ -17,11 +20,11 @@ struct DownGrad : Common<> {
                        kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr bool kGated = is_gated(kColumns), kInterleaved = kColumns == Columns::kInterleaved;
-  static constexpr int kPieces = kTileN / 32;  // of a half tile: 32 columns of da and of each of gate and up
+  static constexpr int kPieces = kTileN / 32;  // of a part of a tile: 32 columns of da and of each of gate and up
   static constexpr int kPairs = kPatches / 2;
 
   struct Params {
-    CUtensorMap down;  // boxes of 64 x 64, or 64 x 96 if transposed
+    CUtensorMap down;
     const int* places;
     Plan plan;
     int* error;
@@ -38,7 +41,7 @@ struct DownGrad : Common<> {
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
+    return block_task<DownGrad>(p.plan, num_blocks<DownGrad>(p.plan), ticket, p.tiles, 0, steps_of(p.hidden), kTileN);
   }
   static __device__ __forceinline__ void locate(const Params& p, Task& task) {
     task.place[0] = place_of(p.places, task.expert);
@@ -48,27 +51,23 @@ struct DownGrad : Common<> {
     static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return DownGrad::kBytesB; }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
-      const int k = step * kTileK;
       const Matrix down{&p.down, task.place[0]};
-      if constexpr (kTransposed) {
-        straight_boxes(down, down, k, task.column, task.column + kTileN / 2, stage + kBytesA, barrier);
-      } else {
-        transposed_boxes(down, k, task.column, stage + kBytesA, barrier);
-      }
+      weight_boxes<DownGrad, !kTransposed>(down, down, step * kTileK, task.column, task.column + kTileN / 2,
+                                           stage + kBytesA, barrier);
     }
     static __device__ __forceinline__ void rows(const Params&, const Task&, int, uint32_t, uint32_t) {}
   };
 
-  struct Gather : RowGather<T> {
-    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
-        : RowGather<T>(p.dy, p.plan.token + task.row, task.rows, p.hidden, thread) {}
+  struct Gather : RowGather<DownGrad> {
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, uint32_t thread)
+        : RowGather<DownGrad>(p.dy, p.plan.token + task.row, task.rows, p.hidden, thread) {}
     static __device__ __forceinline__ int last_row(const Task& task) { return task.row + task.rows - 1; }
     __device__ __forceinline__ void step(const Params& p, const Task&, int step, int phase, uint32_t stage) {
       this->next(phase, p.hidden - step * kTileK, stage);
     }
   };
 
-  // Where a lane finds its lines of h, in the half tile that starts at row `first` of the tile.
+  // Where a lane finds its lines of h, in the part that starts at row `first` of the tile.
   struct Lines {
     int64_t at;  // element of the first line, in the piece of columns 0
     int rows;    // lines from the lane's own on
@@ -114,26 +113,26 @@ struct DownGrad : Common<> {
     ptx::copies_commit();
   }
 
-  template <int kHalves>
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                const Warp& warp) {
+  template <int kHeight>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task,
+                                                const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
     const Patches patches(warp);
     // da is rounded here, as PyTorch's own product would be.
-    Rounded<kHalves> rounded;
-    round_tile<T, kHalves>(acc, rounded);
+    uint32_t rounded[kHeight][kAccumulators / 2];
+    round_tile<T>(acc, rounded);
     const Gate<kPlain> gate{p.activation};
-    float weights[2 * kHalves];  // of the lane's rows, looked up together
+    float weights[kHeight][2];  // of the lane's rows, looked up together
 #pragma unroll
-    for (int i = 0; i < 2 * kHalves; ++i) {
-      const int row = i / 2 * 64 + i % 2 * 8 + warp.index() * 16 + warp.row();
-      weights[i] = row < task.rows ? p.weights.load(p.plan.order[task.row + row]) : 0.0f;
+    for (int i = 0; i < 2 * kHeight; ++i) {
+      const int row = i / 2 * kPartRows + i % 2 * 8 + warp.index() * 16 + warp.row();
+      weights[i / 2][i % 2] = row < task.rows ? p.weights.load(p.plan.order[task.row + row]) : 0.0f;
     }
-#pragma unroll 1  // see next_half
-    for (int half = 0; half < kHalves; ++half) {
-      const int first = half * 64 + warp.index() * 16;
+#pragma unroll 1  // see next_part
+    for (int part = 0; part < kHeight; ++part) {
+      const int first = part * kPartRows + warp.index() * 16;
       if (task.rows <= first) break;
-      const Lines lines(p, task, warp, half * 64);
-      const bool more = half + 1 < kHalves && task.rows > first + 64;
+      const Lines lines(p, task, warp, part * kPartRows);
+      const bool more = part + 1 < kHeight && task.rows > first + kPartRows;
       const int row = task.row + first + warp.row();  // in fragments as in lines: this one and + 8
       const int scale = kInterleaved ? 2 : 1;
       // Panels of a part of dh and of a, and the tile's first one.
@@ -142,8 +141,6 @@ struct DownGrad : Common<> {
       const auto at = [&](T* data, int panel, int column) {
         return data + static_cast<int64_t>(panel_row(p.plan, panel, row)) * kPanel + column + Patches::line_column();
       };
-      const float weight[2] = {half == 0 ? weights[0] : weights[2 * kHalves - 2],
-                               half == 0 ? weights[1] : weights[2 * kHalves - 1]};
       float score[2] = {0.0f, 0.0f};
       const auto work = [&](int round, auto number) {
         constexpr int kNumber = number.value, kPair = 2 * kNumber, kNext = (kNumber + 2) % kPairs;
@@ -151,7 +148,7 @@ struct DownGrad : Common<> {
         if (piece + 2 < kPieces) {
           read_ahead<kNext>(p, lines, piece + 2, patches);
         } else if (more) {
-          read_ahead<kNext>(p, Lines(p, task, warp, half * 64 + 64), piece + 2 - kPieces, patches);
+          read_ahead<kNext>(p, Lines(p, task, warp, (part + 1) * kPartRows), piece + 2 - kPieces, patches);
         }
         ptx::copies_commit();
         ptx::copies_wait<2>();
@@ -166,7 +163,7 @@ struct DownGrad : Common<> {
           const Derivatives x = kGated ? gate.derivatives(gg.x, uu.x) : gate.derivatives(uu.x);
           const Derivatives y = kGated ? gate.derivatives(gg.y, uu.y) : gate.derivatives(uu.y);
           score[r] += da.x * x.value + da.y * y.value;
-          const float dx = da.x * weight[r], dy = da.y * weight[r];
+          const float dx = da.x * weights[0][r], dy = da.y * weights[0][r];
           if (kInterleaved) {
             g = Pair<T>::pack(dx * x.dgate, dx * x.dup);
             u = Pair<T>::pack(dy * y.dgate, dy * y.dup);
@@ -174,7 +171,7 @@ struct DownGrad : Common<> {
             if (kGated) g = Pair<T>::pack(dx * x.dgate, dy * y.dgate);
             u = Pair<T>::pack(dx * x.dup, dy * y.dup);
           }
-          a[2 * block + r] = Pair<T>::pack(x.value * weight[r], y.value * weight[r]);
+          a[2 * block + r] = Pair<T>::pack(x.value * weights[0][r], y.value * weights[0][r]);
         };
         if constexpr (kInterleaved) {
 #pragma unroll
@@ -210,7 +207,7 @@ struct DownGrad : Common<> {
         patches.template store<kPair>(at(p.a, a_panel, within), kPanel, a_panel < a_panels ? lines.rows : 0);
         __syncwarp();
       };
-#pragma unroll 1  // as for the halves
+#pragma unroll 1  // as for the parts
       for (int round = 0; round < kPieces / kPairs; ++round) {
         work(round, Index<0>{});
         work(round, Index<1>{});
@@ -225,14 +222,15 @@ struct DownGrad : Common<> {
         if (warp.lane() % 4 == 0 && lines.rows > 8 * r)
           p.dscore[static_cast<int64_t>(task.column / kTileN) * p.slots + row + 8 * r] = score[r];
       }
-      next_half<kHalves>(rounded);
+      next_part(rounded);
+      next_part(weights);
     }
   }
 };
 
-// rows = dh @ up, columns [first_column, first_column + columns).
+// rows = dh @ up.
 template <class T, bool kTransposed>
-struct UpGrad : Common<> {
+struct UpGrad : RowTiles<Tiles::kTall> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
   static constexpr bool kWaits = false, kGathers = false;
@@ -240,9 +238,8 @@ struct UpGrad : Common<> {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Params {
-    // Boxes of 64 x 64, or 64 x 96 if transposed; the second for the second part of dh, where gate and up are separate.
-    CUtensorMap up[2];
-    CUtensorMap dh;  // panels, boxes of 128 rows
+    CUtensorMap up[2];  // the second for the second part of dh, where gate and up are separate
+    CUtensorMap dh;     // panels
     const int* places[2];
     Plan plan;
     int* error;
@@ -250,11 +247,12 @@ struct UpGrad : Common<> {
     T* rows;
     int part, parts;  // columns of dh in each part, number of parts
     int second;       // row of up[1] at which the second part starts
-    int first_column, columns, tiles;
+    int hidden, tiles;
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
-    return block_task(p.plan, __ldg(p.plan.num_blocks), ticket, p.tiles, 0, p.parts * steps_of(p.part), kTileN);
+    return block_task<UpGrad>(p.plan, num_blocks<UpGrad>(p.plan), ticket, p.tiles, 0, p.parts * steps_of(p.part),
+                              kTileN);
   }
   static __device__ __forceinline__ void locate(const Params& p, Task& task) {
 #pragma unroll
@@ -262,31 +260,28 @@ struct UpGrad : Common<> {
   }
 
   struct Boxes {
-    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task&) { return UpGrad::kBytesStage; }
+    static __device__ __forceinline__ uint32_t bytes(const Params&, const Task& task) {
+      return kBytesB + bytes_of_rows(task.rows);
+    }
     static __device__ __forceinline__ void weights(const Params& p, const Task& task, int step, uint32_t stage,
                                                    uint32_t barrier) {
       const int part_steps = steps_of(p.part);
       const bool second = step >= part_steps;
       const int k = second ? p.second + (step - part_steps) * kTileK : step * kTileK;
       const Matrix up{second ? &p.up[1] : &p.up[0], second ? task.place[1] : task.place[0]};
-      const int column = p.first_column + task.column;
-      if constexpr (kTransposed) {
-        straight_boxes(up, up, k, column, column + kTileN / 2, stage + kBytesA, barrier);
-      } else {
-        transposed_boxes(up, k, column, stage + kBytesA, barrier);
-      }
+      weight_boxes<UpGrad, !kTransposed>(up, up, k, task.column, task.column + kTileN / 2, stage + kBytesA, barrier);
     }
     // Past the end of its part dh is zero.
     static __device__ __forceinline__ void rows(const Params& p, const Task& task, int step, uint32_t stage,
                                                 uint32_t barrier) {
-      panel_box(stage, &p.dh, p.plan, step, task.row, task.rows, barrier);
+      panel_boxes<UpGrad>(stage, &p.dh, p.plan, step, task, barrier);
     }
   };
 
-  template <int kHalves>
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                const Warp& warp) {
-    store_tile<T, false, kHalves>(task, acc, warp, p.rows, p.columns, p.columns, nullptr);
+  template <int kHeight>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task,
+                                                const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
+    store_tile<T, false>(task, acc, warp, p.rows, p.hidden, p.hidden, nullptr);
   }
 };
 

@@ -60,15 +60,15 @@ const char* encode_map(CUtensorMap* map, Dtype dtype, const void* data, const Ma
 
 // A map of a weight's matrices [out, in], or [in, out] if `transposed`, of all experts: the third coordinate is an
 // expert's place. Its boxes are 64 wide along the contiguous dimension; along the other one half a tile if the
-// contiguous one is the product's K (`straight`), else 64. Made anew for every launch (it costs less than looking one
-// up), so it can never be stale.
-inline const char* weight_map(CUtensorMap* map, Dtype dtype, const Weight& weight, int64_t out, int64_t in,
-                              bool transposed, bool straight) {
+// contiguous one is the product's K, else 64. Made anew for every launch (it costs less than looking one up), so it can
+// never be stale.
+template <class Op>
+const char* weight_map(CUtensorMap* map, Dtype dtype, const Weight& weight, int64_t out, int64_t in, bool transposed) {
   const cuuint64_t columns = cuuint64_t(transposed ? out : in), rows = cuuint64_t(transposed ? in : out);
   return encode_map<3>(map, dtype, weight.data,
                        {{columns, rows, cuuint64_t(weight.ends)},
                         {2 * cuuint64_t(weight.pitch), cuuint64_t(weight.unit)},
-                        {64, cuuint32_t(straight ? kTileN / 2 : 64)}});
+                        {64, cuuint32_t(Op::kTransposeB ? 64 : Op::kTileN / 2)}});
 }
 
 // A map of panels, one under the other, for boxes that end at any row, not only at the last: the rows appear twice, as

@@ -1,16 +1,16 @@
 // The persistent grouped matrix product that every kernel of this engine is an instance of.
 //
 // One CTA per SM, three warpgroups. Warpgroup 0 produces, into a ring of stages of 64 along K: its warp 0 takes the
-// next task (one 128 x 192 output tile) from a global ticket counter, tells the others and starts the copy engine
-// (weights, and rows that lie in order); warps 1 to 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
+// next task (one output tile) from a global ticket counter, tells the others and starts the copy engine (weights, and
+// rows that lie in order); warps 1 to 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
 // and 2 consume, each a whole tile in turn: while one writes its tile out, the other keeps the tensor cores busy.
 //
 // An operation `Op` says what the tasks are, how they are loaded and what happens to a finished tile. It has:
 //
 // - Element; Params, among them `int* error` and `int* ticket`; kProducerRegisters and kConsumerRegisters.
 //
-// - kStages and kStrips: how the shared memory is used, stages of 40 KB (48 KB with kSplit, see Common) and bytes for
-//   each consumer warp.
+// - the shape of its tiles, see Common; kStages and kStrips: how the shared memory is used, stages of kBytesStage and
+//   bytes for each consumer warp.
 //
 // - kTransposeA, kTransposeB: whether the operand is contiguous along M or N instead of K.
 //
@@ -44,24 +44,23 @@
 
 namespace mok::sm90 {
 
-constexpr int kTileM = 128, kTileN = 192, kTileK = 64;
+constexpr int kTileK = 64;
 constexpr int kThreads = 384, kGatherers = 96;
 constexpr int kTaskSlots = 4;
-constexpr int kAccumulators = 96;  // per thread and half tile of 64 x 192
-static_assert(kTileM == kBlockRows, "a row block is one tile high");
+constexpr int kPartRows = 64;             // of a tile: what one multiply has
+constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 lines of 64 elements
 
-// Rows that a box may start before the end of its rows, see panel_map. Not more of them than a box has: the map begins
-// that far before the data, and expandable segments of PyTorch's allocator lie at low addresses.
-constexpr int kRagged = kTileM;
+// Rows that a box may start before the end of its rows, see panel_map. Not more of them than the highest box has: the
+// map begins that far before the data, and expandable segments of PyTorch's allocator lie at low addresses.
+constexpr int kRagged = 128;
 
 static_assert(kPanel == kTileK, "a panel is a step wide");
 
 // A row of a panel, among those of all panels: 32 bits count them in any memory there is.
 __device__ __forceinline__ int panel_row(const Plan& plan, int panel, int row) { return panel * int(plan.room) + row; }
 
-constexpr uint32_t kBytesA = kTileM * kTileK * 2;
-constexpr uint32_t kHalfA = kBytesA / 2;  // 64 rows of A, or 64 of its columns where it is transposed
-constexpr uint32_t kChunk = 64 * 64 * 2;  // 64 x 64 elements of a transposed operand
+__host__ __device__ inline int steps_of(int k) { return (k + kTileK - 1) / kTileK; }
+__device__ __forceinline__ int parts_of(int rows) { return (rows + kPartRows - 1) / kPartRows; }
 
 // Where a wait took too long, as the error word says it; or that there is no room for all rows.
 enum Site : int {
@@ -76,13 +75,17 @@ enum Site : int {
   kNotLanded
 };
 
-// What operations have in common: how B lies in a stage, and hooks that do nothing. `kSplit`: B is contiguous along N
+// What operations have in common: tiles of kMostParts parts of 64 rows, of which a low tile has fewer, times kColumns
+// columns, and hooks that do nothing. In a stage A lies part by part, B behind it. `kSplit`: B is contiguous along N
 // and its halves of 96 columns take two chunks each, of which the second is used by half.
-template <bool kSplitB = false>
+template <int kMostParts, int kColumns, bool kSplitB = false>
 struct Common {
-  static constexpr bool kPulls = false;
+  static constexpr int kParts = kMostParts, kTileM = kParts * kPartRows, kTileN = kColumns;
+  static constexpr int kAccumulators = kTileN / 2;  // per thread and part
   static constexpr bool kSplit = kSplitB;
-  static constexpr uint32_t kBytesB = kSplit ? 4 * kChunk : kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
+  static constexpr uint32_t kBytesA = kParts * kChunk, kBytesB = (kSplit ? 4 : kTileN / 64) * kChunk,
+                            kBytesStage = kBytesA + kBytesB;
+  static constexpr bool kPulls = false;
 
   template <class... A>
   static __device__ __forceinline__ void locate(const A&...) {}
@@ -99,7 +102,7 @@ struct Index {
 struct Task {
   int kind;  // chosen by the operation; negative: no more tasks
   int expert;
-  int row, rows;   // first row and number of rows of the tile, at most 128
+  int row, rows;   // first row and number of rows of the tile, at most kTileM
   int column;      // first column of the tile
   int steps;       // along K
   int first_step;  // in the CTA's ring
@@ -193,8 +196,8 @@ struct Ring {
   }
 };
 
-// A consumer warp: it owns 16 rows of each half tile, and `strips`, the address of its shared memory. A lane's rows in
-// an accumulator fragment are row() and the one 8 further.
+// A consumer warp: it owns 16 rows of each part of a tile, and `strips`, the address of its shared memory. A lane's
+// rows in an accumulator fragment are row() and the one 8 further.
 struct Warp {
   uint32_t strips;
 
@@ -203,36 +206,31 @@ struct Warp {
   static __device__ __forceinline__ int row() { return lane() / 4; }
 };
 
-// A thread's part of a tile, one or two halves of 64 rows high.
-template <int kHalves>
-using Accumulators = float[kHalves][kAccumulators];
-
-// The same rounded to pairs of 16-bit elements: element 2 * j + r holds block j of 8 columns, rows 8 * r to 8 * r + 7.
-// As floats the accumulators leave an epilogue no registers to work with.
-template <int kHalves>
-using Rounded = uint32_t[kHalves][kAccumulators / 2];
-
-template <class T, int kHalves>
-__device__ __forceinline__ void round_tile(const Accumulators<kHalves>& acc, Rounded<kHalves>& to) {
+// A thread's accumulators [parts][kAccumulators], rounded to pairs of 16-bit elements: element 2 * j + r of a part
+// holds block j of 8 columns, rows 8 * r to 8 * r + 7. As floats they leave an epilogue no registers to work with.
+template <class T, int kParts, int kWords>
+__device__ __forceinline__ void round_tile(const float (&acc)[kParts][2 * kWords], uint32_t (&to)[kParts][kWords]) {
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half)
+  for (int part = 0; part < kParts; ++part)
 #pragma unroll
-    for (int i = 0; i < kAccumulators / 2; ++i) to[half][i] = Pair<T>::pack(acc[half][2 * i], acc[half][2 * i + 1]);
+    for (int i = 0; i < kWords; ++i) to[part][i] = Pair<T>::pack(acc[part][2 * i], acc[part][2 * i + 1]);
 }
 
-// An epilogue that loops over the halves works on the first and moves the other one there: half the code, and the
-// compiler does not keep values of both at once.
-template <int kHalves>
-__device__ __forceinline__ void next_half(Rounded<kHalves>& values) {
+// An epilogue that loops over the parts works on the first and moves the others on: a third of the code, and the
+// compiler does not keep values of several at once.
+template <int kParts, class Value, int kCount>
+__device__ __forceinline__ void next_part(Value (&values)[kParts][kCount]) {
 #pragma unroll
-  for (int i = 0; i < kAccumulators / 2; ++i) values[0][i] = values[kHalves - 1][i];
+  for (int part = 1; part < kParts; ++part)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[part - 1][i] = values[part][i];
 }
 
-// The same for pieces of a half, of kWords each.
-template <int kWords>
-__device__ __forceinline__ void next_piece(uint32_t (&values)[kAccumulators / 2]) {
+// The same for pieces of a part, of kPiece each.
+template <int kPiece, int kWords>
+__device__ __forceinline__ void next_piece(uint32_t (&values)[kWords]) {
 #pragma unroll
-  for (int i = kWords; i < kAccumulators / 2; ++i) values[i - kWords] = values[i];
+  for (int i = kPiece; i < kWords; ++i) values[i - kPiece] = values[i];
 }
 
 // A place in the ring that runs over all steps of all tasks.
@@ -318,7 +316,7 @@ __device__ __forceinline__ void lead(const typename Op::Params& p, const Ring<Op
 // Warps 1 to 3.
 template <class Op>
 __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<Op>& ring) {
-  const int thread = threadIdx.x - 32;
+  const uint32_t thread = threadIdx.x - 32;
   Cursor<Op::kStages> at;
   for (int i = 0;; ++i) {
     const Task task = ring.read_task(i);
@@ -341,16 +339,15 @@ __device__ __forceinline__ void gather(const typename Op::Params& p, const Ring<
 // stage of rows of 128 bytes with the swizzle.
 struct GatherPlace {
   static constexpr int kStride = kGatherers / 8;
-  uint32_t even, odd;  // for even and odd j
+  uint32_t first;  // of j = 0
 
-  __device__ __forceinline__ explicit GatherPlace(int thread) {
-    const int first = thread / 8, chunk = thread % 8;
-    even = first * 128 + ((chunk ^ first % 8) << 4);
-    odd = first * 128 + ((chunk ^ (first + kStride) % 8) << 4);
+  __device__ __forceinline__ explicit GatherPlace(uint32_t thread)
+      : first(thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) << 4)) {}
+  __device__ __forceinline__ uint32_t at(uint32_t stage, int j) const {
+    return ((stage + first) ^ j % 2 * 64) + j * kStride * 128;
   }
-  __device__ __forceinline__ uint32_t at(int j) const { return (j % 2 ? odd : even) + j * kStride * 128; }
 };
-static_assert(GatherPlace::kStride % 4 == 0, "the swizzle repeats every second j");
+static_assert(GatherPlace::kStride % 8 == 4, "every second j has bit 2 of its row turned over, and thus of its chunks");
 
 template <class Op>
 __device__ __forceinline__ void produce(const typename Op::Params& p, const Ring<Op>& ring) {
@@ -362,15 +359,15 @@ __device__ __forceinline__ void produce(const typename Op::Params& p, const Ring
 }
 
 // All steps of one tile, if there are any. Passes the turn on as early as it can.
-template <class Op, int kHalves>
-__device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<Op>& ring, const Task& task, int lane,
-                                         uint32_t next_turn) {
+template <class Op, int kParts>
+__device__ __forceinline__ void multiply(float (&acc)[kParts][Op::kAccumulators], const Ring<Op>& ring,
+                                         const Task& task, int lane, uint32_t next_turn) {
   using Mma = ptx::Mma<typename Op::Element>;
   if (task.steps == 0) {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half)
+    for (int part = 0; part < kParts; ++part)
 #pragma unroll
-      for (int i = 0; i < kAccumulators; ++i) acc[half][i] = 0.0f;
+      for (int i = 0; i < Op::kAccumulators; ++i) acc[part][i] = 0.0f;
     if (lane == 0) ptx::barrier_arrive(next_turn);
     return;
   }
@@ -379,7 +376,7 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
   // Known to the compiler to be the same in all lanes: the operands' places are then found in uniform registers.
   const uint32_t base = __shfl_sync(~0u, ring.base, 0);
   const int first_step = __shfl_sync(~0u, task.first_step, 0);
-  const uint32_t a0 = ptx::mma_operand(base, kChunk), b0 = ptx::mma_operand(base + kBytesA, kChunk);
+  const uint32_t a0 = ptx::mma_operand(base, kChunk), b0 = ptx::mma_operand(base + Op::kBytesA, kChunk);
   int stage = first_step % Op::kStages, last = stage;
   uint32_t parity = first_step / Op::kStages & 1;
   const auto step = [&](auto first) {
@@ -390,17 +387,17 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
 #pragma unroll
     for (int q = 0; q < kTileK / 16; ++q) {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const uint32_t a = a0 + offset + q * kStepA + half * ptx::mma_offset(kHalfA), b = b0 + offset + q * kStepB;
-        constexpr int kParts = Op::kSplit ? 2 : 1, kPart = kAccumulators / kParts;
+      for (int part = 0; part < kParts; ++part) {
+        const uint32_t a = a0 + offset + q * kStepA + part * ptx::mma_offset(kChunk), b = b0 + offset + q * kStepB;
+        constexpr int kHalves = Op::kSplit ? 2 : 1, kCount = Op::kAccumulators / kHalves;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          auto& d = reinterpret_cast<float (&)[kPart]>(acc[half][part * kPart]);
-          const uint32_t b_part = b + part * ptx::mma_offset(2 * kChunk);
+        for (int half = 0; half < kHalves; ++half) {
+          auto& d = reinterpret_cast<float (&)[kCount]>(acc[part][half * kCount]);
+          const uint32_t b_half = b + half * ptx::mma_offset(2 * kChunk);
           if (first.value && q == 0) {
-            Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
+            Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
           } else {
-            Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_part);
+            Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
           }
         }
       }
@@ -421,6 +418,18 @@ __device__ __forceinline__ void multiply(Accumulators<kHalves>& acc, const Ring<
   if (lane == 0) ptx::barrier_arrive(ring.empty(last));
 }
 
+// A tile of at most kParts parts: it costs the multiplies of those that it has.
+template <class Op, int kParts>
+__device__ __forceinline__ void work(const typename Op::Params& p, const Ring<Op>& ring, const Task& task,
+                                     const Warp& warp, uint32_t next_turn) {
+  if constexpr (kParts > 1) {
+    if (task.rows <= (kParts - 1) * kPartRows) return work<Op, kParts - 1>(p, ring, task, warp, next_turn);
+  }
+  float acc[kParts][Op::kAccumulators];
+  multiply<Op, kParts>(acc, ring, task, warp.lane(), next_turn);
+  Op::finish(p, task, acc, warp);
+}
+
 template <class Op>
 __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring, int group) {
   const Warp warp{ring.strips(group * 4 + Warp::index())};
@@ -431,16 +440,7 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
     if (task.steps > 0) Op::prepare(p, task, warp);
     ring.wait(ring.turn(group), (i / 2 & 1) ^ group ^ 1, kTurn);
     __syncwarp();
-    const uint32_t next_turn = ring.turn(group ^ 1);
-    if (task.rows > kTileM / 2) {
-      Accumulators<2> acc;
-      multiply<Op, 2>(acc, ring, task, warp.lane(), next_turn);
-      Op::finish(p, task, acc, warp);
-    } else {  // a low tile costs half the multiplies
-      Accumulators<1> acc;
-      multiply<Op, 1>(acc, ring, task, warp.lane(), next_turn);
-      Op::finish(p, task, acc, warp);
-    }
+    work<Op, Op::kParts>(p, ring, task, warp, ring.turn(group ^ 1));
   }
   Op::drain();
 }

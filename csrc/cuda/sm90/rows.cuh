@@ -5,14 +5,23 @@
 
 namespace mok::sm90 {
 
-__host__ __device__ inline int steps_of(int k) { return (k + kTileK - 1) / kTileK; }
+// Their tiles. Rows that lie in order come in boxes of kBoxRows.
+template <Tiles kShape, bool kSplit = false>
+struct RowTiles : Common<height_of(kShape) / kPartRows, kShape == Tiles::kWide ? 192 : 128, kSplit> {
+  static constexpr Tiles kTiles = kShape;
+  static constexpr int kBoxRows = kShape == Tiles::kWide ? 128 : 64;
+
+  static __device__ __forceinline__ uint32_t bytes_of_rows(int rows) {
+    return kShape == Tiles::kWide ? RowTiles::kBytesA : parts_of(rows) * kChunk;
+  }
+};
 
 // Where the rows of tokens are, from a column on.
 struct RowAddresses {
   uint64_t rest, own;  // of place 0; of the lowest int's, had that been the number 2^31
   uint32_t stride;     // bytes
 
-  __device__ __forceinline__ RowAddresses(const TokenRows& rows, int columns, int column)
+  __device__ __forceinline__ RowAddresses(const TokenRows& rows, int columns, uint32_t column)
       : rest(reinterpret_cast<uint64_t>(rows.rows) + column * 2), stride(columns * 2) {
     own = reinterpret_cast<uint64_t>(rows.own) + column * 2 - (static_cast<uint64_t>(stride) << 31);
   }
@@ -23,29 +32,25 @@ struct RowAddresses {
 
 // One thread's share of a tile of gathered rows of k elements. Every row has its address in registers of its own, which
 // changes once in four steps: copies that share a register for their addresses wait for one another.
-template <class T>
+template <class Tile>
 struct RowGather {
-  static constexpr int kUnroll = 4;
-  static constexpr int kRows = (kTileM + GatherPlace::kStride - 1) / GatherPlace::kStride;
+  static constexpr int kUnroll = 4, kStride = GatherPlace::kStride;
+  static constexpr int kRows = (Tile::kTileM + kStride - 1) / kStride;
 
   GatherPlace place;
+  int parts;  // that the tile has
   bool last;  // whether the last of the rows lies in the tile
-  bool tall;  // whether the tile has more than its first half
   uint64_t row[kRows];
 
-  // Rows token[0] to token[count - 1] of `rows`; rows past them repeat the first: rows do not mix, and theirs are not
-  // stored.
-  __device__ __forceinline__ RowGather(const TokenRows& rows, const int* token, int count, int k, int thread)
-      : place(thread) {
-    const int first = thread / 8;
-    last = first + (kRows - 1) * GatherPlace::kStride < kTileM;
-    tall = count > kTileM / 2;
+  // Rows token[0] to token[count - 1] of `rows`, none if there are none; rows past them repeat the last: rows do not
+  // mix, and theirs are not stored.
+  __device__ __forceinline__ RowGather(const TokenRows& rows, const int* token, int count, int k, uint32_t thread)
+      : place(thread), parts(parts_of(count)) {
+    const int first = int(thread / 8), end = max(count, 1) - 1 - first;
+    last = first + (kRows - 1) * kStride < Tile::kTileM;
     int from[kRows];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const int r = first + j * GatherPlace::kStride;
-      from[j] = token[r < count ? r : 0];
-    }
+    for (int j = 0; j < kRows; ++j) from[j] = token[first + min(j * kStride, end)];
     const RowAddresses addresses(rows, k, thread % 8 * 8);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) row[j] = addresses.of(from[j]);
@@ -56,8 +61,9 @@ struct RowGather {
     const uint32_t bytes = threadIdx.x % 8 * 8 < left ? 16 : 0;
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      if (j * GatherPlace::kStride >= kTileM / 2 && !tall) break;
-      if (j < kRows - 1 || last) ptx::copy16(stage + place.at(j), row[j] + phase * kTileK * 2, bytes);
+      if (j * kStride / kPartRows >= parts) break;  // no later row lies in a part that there is
+      if (Tile::kTileM % kStride == 0 || j < kRows - 1 || last)
+        ptx::copy16(place.at(stage, j), row[j] + phase * kTileK * 2, bytes);
     }
     if (phase == kUnroll - 1) {
 #pragma unroll
@@ -68,17 +74,18 @@ struct RowGather {
 
 // Neighbouring row blocks of one expert that pass under the weight's columns together, as the plan's words say it.
 struct RowGroup {
-  static constexpr int kMost = 10;
+  static constexpr int kMostRows = 1344;
 
   int first, height;  // blocks
   bool backwards;     // columns in descending order: the next group starts where the last one ended
 
   __device__ __forceinline__ explicit RowGroup(int word)
       : first(word >> 5), height(word & 15), backwards((word & 16) != 0) {}
-  // The word for block `i` of an expert whose `count` blocks start at `start`: as few groups as possible, of about the
-  // same height.
-  static __device__ __forceinline__ int word(int start, int count, int i) {
-    const int groups = (count + kMost - 1) / kMost, low = count / groups, taller = count % groups;
+  // The word for block `i` of an expert whose `count` blocks of `rows` rows start at `start`: as few groups as
+  // possible, of about the same height.
+  static __device__ __forceinline__ int word(int start, int count, int i, int rows) {
+    const int most = kMostRows / rows, groups = (count + most - 1) / most, low = count / groups,
+              taller = count % groups;
     const int tall_blocks = taller * (low + 1);
     const bool tall = i < tall_blocks;
     const int height = tall ? low + 1 : low, number = tall ? i / height : taller + (i - tall_blocks) / height;
@@ -87,8 +94,8 @@ struct RowGroup {
   }
 };
 
-// How an up projection's columns belong to gate and up: 96 columns of each make a tile, or they alternate, or there is
-// no gate.
+// How an up projection's columns belong to gate and up: as many columns of each make a tile, or they alternate, or
+// there is no gate.
 enum class Columns { kHalves, kInterleaved, kSingle };
 constexpr bool is_gated(Columns c) { return c != Columns::kSingle; }
 
@@ -103,18 +110,27 @@ struct Matrix {
   int place;
 };
 
-// Boxes of a weight's 192 rows from `row` on that are contiguous along K: two of 64 x 96 a stage.
-__device__ __forceinline__ void straight_boxes(const Matrix& first, const Matrix& second, int k, int row,
-                                               int second_row, uint32_t to, uint32_t barrier) {
-  ptx::copy_box(to, first.map, k, row, first.place, barrier);
-  ptx::copy_box(to + kTileN / 2 * kTileK * 2, second.map, k, second_row, second.place, barrier);
-}
-
-// Boxes of a weight [K, N] that is contiguous along N: three of 64 x 64 a stage.
-__device__ __forceinline__ void transposed_boxes(const Matrix& from, int k, int column, uint32_t to, uint32_t barrier) {
+// The weights of a stage: half a tile's columns from `column` on, the other half from `other_column` on. kTransposed:
+// they are contiguous along the columns instead of K; halves of 96 columns then follow each other, unless the tile is
+// split.
+template <class Tile, bool kTransposed>
+__device__ __forceinline__ void weight_boxes(const Matrix& weight, const Matrix& other, int k, int column,
+                                             int other_column, uint32_t to, uint32_t barrier) {
+  const auto box = [&](const Matrix& from, int column, uint32_t to) {
+    ptx::copy_box(to, from.map, kTransposed ? column : k, kTransposed ? k : column, from.place, barrier);
+  };
+  constexpr int kHalf = Tile::kTileN / 2;
+  if constexpr (kTransposed && kHalf % 64 && !Tile::kSplit) {
 #pragma unroll
-  for (int i = 0; i < kTileN / 64; ++i)
-    ptx::copy_box(to + i * kChunk, from.map, column + i * 64, k, from.place, barrier);
+    for (int i = 0; i < Tile::kTileN / 64; ++i) box(weight, column + i * 64, to + i * kChunk);
+  } else {
+    constexpr int kBoxes = kTransposed ? (kHalf + 63) / 64 : 1;  // of a half
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      box(weight, column + i * 64, to + i * kChunk);
+      box(other, other_column + i * 64, to + Tile::kBytesB / 2 + i * kChunk);
+    }
+  }
 }
 
 // Rows [row, row + rows) of a panel (see panel_map), at most as many as a box has: its other rows become zero.
@@ -123,20 +139,37 @@ __device__ __forceinline__ void panel_box(uint32_t to, const CUtensorMap* map, c
   ptx::copy_box(to, map, 0, kRagged - rows, panel_row(plan, panel, row) + rows, barrier);
 }
 
+// A panel's rows of a tile.
+template <class Tile>
+__device__ __forceinline__ void panel_boxes(uint32_t to, const CUtensorMap* map, const Plan& plan, int panel,
+                                            const Task& task, uint32_t barrier) {
+#pragma unroll
+  for (int first = 0; first < Tile::kTileM; first += Tile::kBoxRows) {
+    const int rows = min(task.rows - first, Tile::kBoxRows);
+    if (first == 0 || rows > 0) panel_box(to + first * kTileK * 2, map, plan, panel, task.row + first, rows, barrier);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ int num_blocks(const Plan& plan) {
+  return __ldg(plan.blocks[int(Tile::kTiles)].count);
+}
+
 // Row block and column tile of a ticket: all tiles of `columns` column tiles over the plan's blocks, group by group.
 // Inside a group rows come first, so that the tiles in flight share the weight's columns in the L2, and no weight is
 // read by two groups unless its expert has many rows. One look-up, because it keeps the whole CTA waiting.
+template <class Tile>
 __device__ __forceinline__ Task block_task(const Plan& plan, int num_blocks, int ticket, int columns, int kind,
                                            int steps, int width) {
   if (ticket >= num_blocks * columns) return Task::none();
-  const int4 entry = __ldg(reinterpret_cast<const int4*>(plan.blocks) + ticket / columns);
+  const int4 entry = __ldg(reinterpret_cast<const int4*>(plan.blocks[int(Tile::kTiles)].groups) + ticket / columns);
   const RowGroup group(entry.w);
   const int rest = ticket - group.first * columns, column = rest / group.height, block = rest - column * group.height;
-  const int row = entry.y + block * kBlockRows;
+  const int row = entry.y + block * Tile::kTileM;
   return {kind,
           entry.x,
           row,
-          min(kBlockRows, entry.z - row),
+          min(Tile::kTileM, entry.z - row),
           (group.backwards ? columns - 1 - column : column) * width,
           steps,
           0,

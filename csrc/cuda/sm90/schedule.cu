@@ -44,52 +44,65 @@ __device__ int prefix_sum(int value, int* sums) {
   return before + inclusive - value;
 }
 
-// Writes the row blocks and zeroes the counters. `ends` and `starts` are shared memory of one int per thread; `end` is
-// the end of the rows of the thread's expert, for threads of experts.
-__device__ void fill_plan(const Plan& plan, int experts, int end, int* ends, int* starts, int* sums) {
-  const int e = threadIdx.x;
+// Shared memory to fill a plan: an int for each thread, or for each expert.
+struct Fill {
+  int ends[kSortThreads], starts[kSortThreads], sums[kWarps];
+};
+
+// Writes where the experts' rows end: `end` is that of the thread's expert, for threads of experts.
+__device__ void fill_ends(Fill& fill, int experts, int end) {
   __syncthreads();
-  if (e < experts) ends[e] = end;
+  if (threadIdx.x < experts) fill.ends[threadIdx.x] = end;
   __syncthreads();
-  const int rows = e < experts ? end - (e ? ends[e - 1] : 0) : 0;
-  const int start = prefix_sum((rows + kBlockRows - 1) / kBlockRows, sums);
+}
+
+// Writes row blocks, and zeroes their counters.
+__device__ void fill_blocks(const Plan& plan, const RowBlocks& blocks, int experts, Fill& fill) {
+  const int e = threadIdx.x, height = blocks.height;
+  const int* const ends = fill.ends;
+  int* const starts = fill.starts;
+  const int rows = e < experts ? ends[e] - (e ? ends[e - 1] : 0) : 0;
+  const int start = prefix_sum((rows + height - 1) / height, fill.sums);
   if (e <= experts) starts[e] = start;
   __syncthreads();
-  const bool full = ends[experts - 1] > plan.room;
-  const int blocks = full ? 0 : starts[experts];
-  for (int b = blockIdx.x * blockDim.x + e; b < blocks; b += gridDim.x * blockDim.x) {
+  const int count = ends[experts - 1] > plan.room ? 0 : starts[experts];
+  for (int b = blockIdx.x * blockDim.x + e; b < count; b += gridDim.x * blockDim.x) {
     int low = 0, high = experts;  // the last expert whose first block is at most b
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       (starts[middle] <= b ? low : high) = middle;
     }
-    const int word = RowGroup::word(starts[low], starts[low + 1] - starts[low], b - starts[low]);
+    const int word = RowGroup::word(starts[low], starts[low + 1] - starts[low], b - starts[low], height);
     const RowGroup group(word);
-    const int first = (low ? ends[low - 1] : 0) + (group.first - starts[low]) * kBlockRows;
-    const int end = min(first + group.height * kBlockRows, ends[low]);
-    reinterpret_cast<int4*>(plan.blocks)[b] = make_int4(low, first, end, word);
+    const int first = (low ? ends[low - 1] : 0) + (group.first - starts[low]) * height;
+    const int end = min(first + group.height * height, ends[low]);
+    reinterpret_cast<int4*>(blocks.groups)[b] = make_int4(low, first, end, word);
     plan.done[b] = 0;
   }
-  const int rows_of_all = ends[experts - 1], chunks = (rows_of_all + Plan::kChunk - 1) / Plan::kChunk;
-  for (int i = blockIdx.x * blockDim.x + e; i < chunks; i += gridDim.x * blockDim.x) {
+  if (blockIdx.x == 0 && e == 0) *blocks.count = count;
+}
+
+// Sets all other counters.
+__device__ void fill_counters(const Plan& plan, int rows) {
+  const int thread = threadIdx.x, chunks = (rows + Plan::kChunk - 1) / Plan::kChunk;
+  for (int i = blockIdx.x * blockDim.x + thread; i < chunks; i += gridDim.x * blockDim.x) {
     constexpr int kUnit = Plan::kChunk / Plan::kUnits;
-    const int units = min(Plan::kUnits, (rows_of_all - i * Plan::kChunk + kUnit - 1) / kUnit);
+    const int units = min(Plan::kUnits, (rows - i * Plan::kChunk + kUnit - 1) / kUnit);
     plan.landed[i] = Plan::kUnits - units;  // those that there are not have landed
   }
   if (blockIdx.x == 0) {
-    if (e < Plan::kTickets) plan.tickets[e] = 0;
-    if (e == 0) *plan.num_blocks = blocks;
-    if (e == 1) *plan.error = full ? kNoRoom : 0;
-    if (e == 2) *plan.rows = ends[experts - 1];
+    if (thread < Plan::kTickets) plan.tickets[thread] = 0;
+    if (thread == 0) *plan.error = rows > plan.room ? kNoRoom : 0;
+    if (thread == 1) *plan.rows = rows;
   }
 }
 
 template <class Id>
 __global__ void __launch_bounds__(kSortThreads)
     sort_kernel(const Id* ids, int slots, int experts, int top_k, int* order, int* offsets, int* counts, Plan plan,
-                uint4* h, int64_t h_chunks) {
+                RowBlocks blocks, uint4* h, int64_t h_chunks) {
   extern __shared__ int shared[];
-  __shared__ int ends[kSortThreads], starts[kSortThreads], sums[kWarps];
+  __shared__ Fill fill;
   const int buckets = experts + 1, thread = threadIdx.x, lane = thread % 32;
   int* const mine = shared + thread / 32 * buckets;  // [warps][buckets]
   for (int i = thread; i < kWarps * buckets; i += kSortThreads) shared[i] = 0;
@@ -126,7 +139,7 @@ __global__ void __launch_bounds__(kSortThreads)
       total += count;
     }
   }
-  const int start = prefix_sum(total, sums);
+  const int start = prefix_sum(total, fill.sums);
   if (thread < buckets) {
     for (int w = 0; w < kWarps; ++w) shared[w * buckets + thread] += start + before;
     if (blockIdx.x == 0 && thread < experts) offsets[thread] = start + total;
@@ -145,19 +158,26 @@ __global__ void __launch_bounds__(kSortThreads)
     if (b >= 0 && lane == __ffs(same) - 1) mine[b] += __popc(same);
     __syncwarp();
   }
-  fill_plan(plan, experts, start + total, ends, starts, sums);
-  if (blockIdx.x == 0 && thread < experts && ends[experts - 1] > plan.room) offsets[thread] = 0;
+  fill_ends(fill, experts, start + total);
+  fill_blocks(plan, blocks, experts, fill);
+  const int rows = fill.ends[experts - 1];
+  fill_counters(plan, rows);
+  if (blockIdx.x == 0 && thread < experts && rows > plan.room) offsets[thread] = 0;
   if (h) {
-    const int64_t from = ends[experts - 1] * h_chunks, to = slots * h_chunks;
+    const int64_t from = rows * h_chunks, to = slots * h_chunks;
     for (int64_t i = from + blockIdx.x * blockDim.x + thread; i < to; i += gridDim.x * blockDim.x)
       h[i] = make_uint4(0, 0, 0, 0);
   }
 }
 
+// Its second dimension are the heights of row blocks.
 __global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int experts, int top_k, Plan plan) {
-  __shared__ int ends[kSortThreads], starts[kSortThreads], sums[kWarps];
-  fill_plan(plan, experts, threadIdx.x < experts ? plan.offsets[threadIdx.x] : 0, ends, starts, sums);
-  const int valid = ends[experts - 1];
+  __shared__ Fill fill;
+  fill_ends(fill, experts, threadIdx.x < experts ? plan.offsets[threadIdx.x] : 0);
+  fill_blocks(plan, blockIdx.y ? plan.blocks[1] : plan.blocks[0], experts, fill);
+  if (blockIdx.y) return;
+  const int valid = fill.ends[experts - 1];
+  fill_counters(plan, valid);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < slots; i += gridDim.x * blockDim.x) {
     const int slot = plan.order[i];
     plan.position[slot] = i < valid ? i : -1;
@@ -182,9 +202,10 @@ const char* sort(const ScheduleArguments& in, void* stream) {
   int slots = int(in.sizes.slots()), experts = int(in.sizes.experts), top_k = int(in.sizes.top_k);
   int *order = in.order, *offsets = in.offsets, *counts = in.counts;
   Plan plan = in.plan;
+  RowBlocks blocks = plan.blocks[int(in.tiles)];
   uint4* h = static_cast<uint4*>(in.h);
   int64_t h_chunks = in.h_columns / 8;
-  void* arguments[] = {&ids, &slots, &experts, &top_k, &order, &offsets, &counts, &plan, &h, &h_chunks};
+  void* arguments[] = {&ids, &slots, &experts, &top_k, &order, &offsets, &counts, &plan, &blocks, &h, &h_chunks};
   const dim3 grid(unsigned(std::min(sort_grid(slots), std::max(1, multiprocessors()))));  // they wait for each other
   return check(cudaLaunchCooperativeKernel(sort_kernel<Id>, grid, dim3(kSortThreads), arguments, size_t(shared_bytes),
                                            static_cast<cudaStream_t>(stream)));
@@ -208,8 +229,10 @@ const char* tell_places(const Sizes& sizes, const Plan& plan, const Places& plac
 
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream) {
   if (sizes.experts > kMaxExperts) return "more experts than the schedule kernel has threads";
-  plan_kernel<<<sort_grid(sizes.slots()), kSortThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      int(sizes.slots()), int(sizes.experts), int(sizes.top_k), plan);
+  static_assert(kTileShapes == 2);
+  const dim3 grid(unsigned(sort_grid(sizes.slots())), kTileShapes);
+  plan_kernel<<<grid, kSortThreads, 0, static_cast<cudaStream_t>(stream)>>>(int(sizes.slots()), int(sizes.experts),
+                                                                            int(sizes.top_k), plan);
   return check(cudaGetLastError());
 }
 

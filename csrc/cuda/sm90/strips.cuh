@@ -15,7 +15,7 @@ struct Strip {
   static constexpr int kChunks = kColumns / 8, kLoads = kChunks / 2;  // 16-byte loads of a lane
   static constexpr uint32_t kRow = kColumns * 2, kBytes = 16 * kRow;
 
-  uint32_t base;
+  uint32_t base;  // of 64 columns: a multiple of 128
 
   static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return row * kRow + ((kColumns == 64 ? chunk ^ row % 8 : chunk ^ row / 2 % 4) << 4);
@@ -35,31 +35,45 @@ struct Strip {
   // flight together, as far as there are registers for them.
   template <int kAtOnce = kLoads, class T>
   __device__ __forceinline__ void store(T* to, int stride, int rows, int columns) const {
+    const Lane at(base);
 #pragma unroll kAtOnce
-    for (int i = 0; i < kLoads; ++i) {
-      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
-      if (row < rows && chunk * 8 < columns)
-        *reinterpret_cast<uint4*>(to + (row * stride + chunk * 8)) = ptx::load_shared(base + place(row, chunk));
-    }
+    for (int i = 0; i < kLoads; ++i)
+      if (at.row(i) < rows && at.chunk(i) * 8 < columns)
+        *reinterpret_cast<uint4*>(to + (at.row(i) * stride + at.chunk(i) * 8)) = ptx::load_shared(at.from(i));
   }
   // The same to panels; `first` is the strip's first row there, `column` its first column of the `columns` that there
   // are. Those after them become zero, to the end of their panel.
   template <int kAtOnce = kLoads, class T>
   __device__ __forceinline__ void store_panels(T* to, const Plan& plan, int first, int rows, int column,
                                                int columns) const {
+    const Lane lane(base);
     const int inside = kColumns == 64 ? 0 : column % kPanel;  // a strip of 64 columns is a panel
     const int left = columns - column, end = left + (kPanel - columns % kPanel) % kPanel;
     T* const start = to + static_cast<int64_t>(panel_row(plan, column / kPanel, first)) * kPanel;
     const int64_t next = plan.room * kPanel;
 #pragma unroll kAtOnce
     for (int i = 0; i < kLoads; ++i) {
-      const int number = i * 32 + int(threadIdx.x % 32), row = number / kChunks, chunk = number % kChunks;
-      if (row >= rows || chunk * 8 >= end) continue;
-      const uint4 v = chunk * 8 < left ? ptx::load_shared(base + place(row, chunk)) : make_uint4(0, 0, 0, 0);
-      const int at = inside + chunk * 8;
-      *reinterpret_cast<uint4*>(start + (at < kPanel ? 0 : next) + row * kPanel + at % kPanel) = v;
+      const int column = lane.chunk(i) * 8, at = inside + column;
+      if (lane.row(i) >= rows || column >= end) continue;
+      const uint4 v = column < left ? ptx::load_shared(lane.from(i)) : make_uint4(0, 0, 0, 0);
+      const int64_t panel = kColumns == 64 || at < kPanel ? 0 : next;
+      *reinterpret_cast<uint4*>(start + panel + lane.row(i) * kPanel + at % kPanel) = v;
     }
   }
+
+ private:
+  // A lane's 16-byte loads, line by line: of 64 columns it has the same ones in every fourth row.
+  struct Lane {
+    uint32_t base, first;
+
+    __device__ __forceinline__ explicit Lane(uint32_t base) : base(base), first(base + place(row(0), chunk(0))) {}
+    static __device__ __forceinline__ int number(int i) { return i * 32 + int(threadIdx.x % 32); }
+    static __device__ __forceinline__ int row(int i) { return number(i) / kChunks; }
+    static __device__ __forceinline__ int chunk(int i) { return number(i) % kChunks; }
+    __device__ __forceinline__ uint32_t from(int i) const {
+      return kColumns == 64 ? (first ^ i % 2 * 64) + i * 4 * kRow : base + place(row(i), chunk(i));
+    }
+  };
 };
 
 template <class T>
@@ -69,17 +83,17 @@ __device__ __forceinline__ float2 bias_pair(const T* bias, int column, int colum
 }
 
 // Writes the accumulators (plus `bias`, one per column, or null) of a tile to rows of `columns` elements.
-template <class T, bool kBias, int kHalves>
-__device__ __forceinline__ void store_tile(const Task& task, const Accumulators<kHalves>& acc, const Warp& warp, T* to,
-                                           int stride, int columns, const T* bias) {
+template <class T, bool kBias, int kParts, int kCount>
+__device__ __forceinline__ void store_tile(const Task& task, const float (&acc)[kParts][kCount], const Warp& warp,
+                                           T* to, int stride, int columns, const T* bias) {
   const Strip<64> strip{warp.strips};
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int first = half * 64 + warp.index() * 16;
+  for (int part = 0; part < kParts; ++part) {
+    const int first = part * kPartRows + warp.index() * 16;
     if (task.rows <= first) break;
     T* const at = to + static_cast<int64_t>(task.row + first) * stride + task.column;
 #pragma unroll
-    for (int piece = 0; piece < kTileN / 64; ++piece) {
+    for (int piece = 0; piece < kCount / 32; ++piece) {
       __syncwarp();
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
@@ -91,7 +105,7 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
           if (kBias && bias) add = bias_pair(bias, task.column + block * 8 + warp.lane() % 4 * 2, columns);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float* const v = &acc[half][block * 4 + r * 2];
+            const float* const v = &acc[part][block * 4 + r * 2];
             out[2 * b + r] = kBias ? Pair<T>::pack(v[0] + add.x, v[1] + add.y) : Pair<T>::pack(v[0], v[1]);
           }
         }
@@ -103,10 +117,9 @@ __device__ __forceinline__ void store_tile(const Task& task, const Accumulators<
   }
 }
 
-// Where a group collects a half tile for the copy engine: three boxes of 64 lines of 64 elements.
-struct Outbox {
-  static constexpr uint32_t kBox = 64 * 128, kBytes = kTileN / 64 * kBox;
-};
+// Where a group collects a part of a tile for the copy engine.
+template <int kTileN>
+constexpr uint32_t kOutbox = kTileN / 64 * kChunk;
 
 // A tile's columns as panels: its first one, how many there are, and how many make a part.
 struct TilePanels {
@@ -116,24 +129,25 @@ struct TilePanels {
 // Leaves the tile, of which `rows` exist, to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes
 // of 64 x 64; `row` is the tile's first one. If kFlipped, columns and rows change places: the tile's columns become
 // lines. Strips of a quarter outbox each.
-template <class T, bool kFlipped, int kHalves>
-__device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, const Warp& warp, const CUtensorMap* map,
+template <class T, bool kFlipped, int kParts, int kCount>
+__device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], const Warp& warp, const CUtensorMap* map,
                                           int row, int rows, const TilePanels& panels, int expert) {
+  constexpr int kTileN = 2 * kCount;
   const int lane = warp.lane(), group = threadIdx.x / 128;
   const bool leader = threadIdx.x % 128 == 0;
-  const uint32_t outbox = warp.strips - warp.index() * (Outbox::kBytes / 4);
+  const uint32_t outbox = warp.strips - warp.index() * (kOutbox<kTileN> / 4);
   const uint32_t cell = outbox + (kFlipped ? Strip<64>::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2)
                                            : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
+  for (int part = 0; part < kParts; ++part) {
     if (leader) ptx::sends_wait_read();
     ptx::group_sync(group);
 #pragma unroll
     for (int i = 0; i < kTileN / 16; ++i) {
-      const uint32_t box = i / 4 * Outbox::kBox;
+      const uint32_t box = i / 4 * kChunk;
       uint32_t out[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) out[j] = Pair<T>::pack(acc[half][i * 8 + j * 2], acc[half][i * 8 + j * 2 + 1]);
+      for (int j = 0; j < 4; ++j) out[j] = Pair<T>::pack(acc[part][i * 8 + j * 2], acc[part][i * 8 + j * 2 + 1]);
       if constexpr (kFlipped) {
         ptx::store_flipped_matrices(cell + box + i % 4 * Strip<64>::kBytes, out);
       } else {
@@ -145,10 +159,10 @@ __device__ __forceinline__ void send_tile(const Accumulators<kHalves>& acc, cons
     if (leader) {
 #pragma unroll
       for (int i = 0; i < kTileN / 64; ++i) {
-        const int panel = panels.first + i, part = panel >= panels.part;
-        if (panel >= panels.count || half * 64 >= rows) continue;
-        const int x = (part ? panel - panels.part : panel) * kPanel, y = row + half * 64;
-        ptx::send_box(map, outbox + i * Outbox::kBox, kFlipped ? y : x, kFlipped ? x : y, part, expert);
+        const int panel = panels.first + i, second = panel >= panels.part;
+        if (panel >= panels.count || part * kPartRows >= rows) continue;
+        const int x = (second ? panel - panels.part : panel) * kPanel, y = row + part * kPartRows;
+        ptx::send_box(map, outbox + i * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
       }
       ptx::sends_commit();
     }

@@ -27,10 +27,10 @@ const char* run(const WeightGradArguments& in, void* stream) {
   p.gathered = in.gathered;
   p.experts = int(in.sizes.experts);
   p.gathered_columns = int(in.gathered_columns);
-  p.gathered_tiles = int((in.gathered_columns + kTileM - 1) / kTileM);
+  p.gathered_tiles = int((in.gathered_columns + Op::kTileM - 1) / Op::kTileM);
   p.part = int(in.parts.panels());
   p.panels = int(in.parts.count) * p.part;
-  p.dense_tiles = int((p.panels * kPanel + kTileN - 1) / kTileN);
+  p.dense_tiles = int((p.panels * kPanel + Op::kTileN - 1) / Op::kTileN);
   return launch<Op>(p, stream);
 }
 

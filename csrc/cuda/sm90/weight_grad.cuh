@@ -20,11 +20,11 @@ __device__ __forceinline__ int2 raster(int number, int rows, int columns) {
 // A tile is 128 columns of the gathered side times 192 of the dense one. kFlipped: out has the dense side's columns
 // first.
 template <class T, bool kFlipped>
-struct WeightGrad : Common<> {
+struct WeightGrad : Common<2, 192> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
   static constexpr bool kWaits = false, kGathers = true;
-  static constexpr int kStages = 4, kStrips = Outbox::kBytes / 4;
+  static constexpr int kStages = 4, kStrips = kOutbox<kTileN> / 4;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
@@ -88,9 +88,9 @@ struct WeightGrad : Common<> {
     int token[kUnroll];  // look-ups of two batches
     uint64_t at[kRows];  // where the rows of the next step are
 
-    __device__ __forceinline__ Gather(const Params& p, const Task& task, int thread)
+    __device__ __forceinline__ Gather(const Params& p, const Task& task, uint32_t thread)
         : place(thread), rows(p.gathered, p.gathered_columns, task.row + thread % 8 * 8) {
-      const int first = thread / 8, column = task.row + thread % 8 * 8;
+      const int first = thread / 8, column = task.row + int(thread % 8 * 8);
       inside = (p.gathered_columns - column + 63) / 64;
       left = task.kind - first;
       last = first + (kRows - 1) * kStride < kTileK;
@@ -128,16 +128,16 @@ struct WeightGrad : Common<> {
         if (j == kRows - 1 && !last) break;
 #pragma unroll
         for (int g = 0; g < kGatheredGroups; ++g)
-          ptx::copy16(stage + g * kChunk + place.at(j), at[j] + g * 128, exists(j, g) ? 16 : 0);
+          ptx::copy16(place.at(stage, j) + g * kChunk, at[j] + g * 128, exists(j, g) ? 16 : 0);
       }
     }
   };
 
-  template <int kHalves>
-  static __device__ __forceinline__ void finish(const Params& p, const Task& task, Accumulators<kHalves>& acc,
-                                                const Warp& warp) {
-    send_tile<T, kFlipped, kHalves>(acc, warp, &p.sent, task.row, task.rows, {task.column / kPanel, p.panels, p.part},
-                                    task.expert);
+  template <int kHeight>
+  static __device__ __forceinline__ void finish(const Params& p, const Task& task,
+                                                const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
+    send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, task.rows, {task.column / kPanel, p.panels, p.part},
+                           task.expert);
   }
   static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
 };
