@@ -173,6 +173,19 @@ SMALL = [
         for r in ("random", "sentinel")
     ),
     *({"sizes": (2100, 128, 64, 2, 1), "routing": r} for r in ("random", "one")),
+    # Tiles of one, two and three parts of 64 rows, full and not, and one more block.
+    *({"sizes": (rows, 264, 136, 1, 1)} for rows in (1, 63, 127, 128, 129, 191, 192, 193, 256, 257, 385)),
+    *(
+        {"sizes": (rows, 200, 200, 2, 2), "layout": layout, "transposed": transposed, "bias": bias}
+        for layout, bias in (("concat", False), ("separate", True), ("interleaved", True))
+        for transposed in (False, True)
+        for rows in (129, 200)
+    ),
+    *(
+        {"sizes": (rows, 200, 200, 2, 2), "layout": "single", "activation": "gelu(up)", "transposed": transposed}
+        for transposed in (False, True)
+        for rows in (129, 200)
+    ),
     {"sizes": (400, 512, 256, 8, 2), "weights_dtype": torch.bfloat16},
     {"sizes": (400, 512, 256, 8, 2), "out_dtype": torch.float32},
     *(
@@ -255,6 +268,36 @@ def test_a_token_does_not_see_its_neighbours():
     for tokens in (slice(0, 1), slice(7, 10), slice(100, 227), slice(300, 600)):
         block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
         assert torch.equal(block.forward(engine)[0], y[tokens])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"activation": OSS, "bias": True},
+        {"layout": "separate", "dtype": torch.float16},
+        {"layout": "interleaved", "bias": True},
+        {"layout": "single", "activation": "gelu(up)"},
+    ],
+    ids=lambda c: "-".join(str(v) for v in c.values()),
+)
+def test_tiles_of_both_shapes_give_the_same_bits(case, transposed):
+    """Forward takes tall tiles for 113 to 184 rows an expert, wide ones for fewer and for more."""
+    block = Block(600, 328, 200, 4, 2, transposed=transposed, **case)
+    x, ids, weights = block.x, block.ids, block.weights
+
+    def run(tokens):
+        """y [T, H] and h [T, K, N]."""
+        block.x, block.ids, block.weights = x[tokens], ids[tokens], weights[tokens]
+        y, h, order, _ = block.forward(engine)
+        assert torch.equal(block.forward(engine, save=False)[0], y)
+        return y, torch.empty_like(h).index_copy_(0, order.long(), h).view(*block.ids.shape, -1)
+
+    y, h = run(slice(0, 600))
+    for tokens in (slice(0, 300), slice(300, 600), slice(50, 250)):  # 150 rows an expert, and 100
+        some_y, some_h = run(tokens)
+        assert torch.equal(some_y, y[tokens]) and torch.equal(some_h, h[tokens])
 
 
 def test_another_experts_nan_stays_there():
