@@ -20,7 +20,7 @@ import torch
 from ep_routing import Traffic
 from shapes import SHAPES, Shape
 
-# One H200. Tiles: docs/kernels/sm90.md.
+# One H200. Tiles: those of forward for experts of many rows (docs/kernels/sm90.md).
 SMS, TILE_ROWS, TILE_COLUMNS = 132, 128, 192
 READ = 4.65e12  # bytes/s of weights streamed from HBM, measured (docs/kernels/sm90.md, "floor")
 BYTES = 2  # bfloat16
