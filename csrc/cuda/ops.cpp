@@ -338,7 +338,7 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
     bool ended = false;
     FinishArguments end{group, to.top_k, nullptr, nullptr, nullptr, nullptr, to.room};
     if (works) {
-      // Of the rows that this rank gets if all have as many tokens as it has.
+      // As if the other ranks had as many tokens as this one.
       const Tiles tiles = tiles_for(group.ranks * ids.numel(), to.experts);
       require(schedule({sizes, kept.ids, Dtype::kInt32, kept.order, kept.offsets, made.counts, made.plan, tiles},
                        stream_of(stream)));

@@ -18,7 +18,7 @@ struct Forward : RowTiles<kShape, kShape == Tiles::kWide && kTransposed && kColu
   static constexpr int kHalf = kTileN / 2;
   static constexpr int kStages = Shape::kSplit ? 4 : 5, kStrips = Strip<kHalf>::kBytes;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  // Columns of `a` per up tile: a gated tile holds half as many of gate and the same of up, in the same threads.
+  // Columns of `a` per up tile: a gated tile holds as many of gate and the same of up, in the same threads.
   static constexpr int kWidth = is_gated(kColumns) ? kHalf : kTileN;
   // Columns of h per column of `a` from one tile to the next.
   static constexpr int kScale = kColumns == Columns::kInterleaved ? 2 : 1;

@@ -2,8 +2,8 @@
 //
 // One CTA per SM, three warpgroups. Warpgroup 0 produces, into a ring of stages of 64 along K: its warp 0 takes the
 // next task (one output tile) from a global ticket counter, tells the others and starts the copy engine (weights, and
-// rows that lie in order); warps 1 to 3 gather rows that come from anywhere, by cp.async. Warpgroups 1
-// and 2 consume, each a whole tile in turn: while one writes its tile out, the other keeps the tensor cores busy.
+// rows that lie in order); warps 1 to 3 gather rows that come from anywhere, by cp.async. Warpgroups 1 and 2 consume,
+// each a whole tile in turn: while one writes its tile out, the other keeps the tensor cores busy.
 //
 // An operation `Op` says what the tasks are, how they are loaded and what happens to a finished tile. It has:
 //

@@ -11,6 +11,7 @@ struct RowTiles : Common<height_of(kShape) / kPartRows, kShape == Tiles::kWide ?
   static constexpr Tiles kTiles = kShape;
   static constexpr int kBoxRows = kShape == Tiles::kWide ? 128 : 64;
 
+  // Of a stage of a tile of so many rows, by the copy engine.
   static __device__ __forceinline__ uint32_t bytes_of_rows(int rows) {
     return kShape == Tiles::kWide ? RowTiles::kBytesA : parts_of(rows) * kChunk;
   }
