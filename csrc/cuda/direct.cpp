@@ -28,12 +28,18 @@ struct Spec {
   Dtype out;
 };
 
-// And of a RouterSpec, for operands of some dtypes; those of nothing are -1.
+// And of a RouterSpec, for operands of some dtypes.
 struct Router {
   RouteProgram program;
-  int64_t x, correction, scale;
   Dtype weights;
 };
+
+// What such a router is known by. The numbers are those of `Dtype`, -1 of what is not there.
+std::string router_name(std::string_view spec, int64_t x, int64_t correction, int64_t scale) {
+  std::string name(spec);
+  for (const int64_t dtype : {x, correction, scale}) name += char('1' + dtype);
+  return name;
+}
 
 // What the library has been told.
 template <class Value>
@@ -247,23 +253,28 @@ void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
                     scale = to<MaybeTensor>(stack[4]);
   const Text spec(stack[5]), engine(stack[6]);
   stack[0] = from(Tensors{});
-  const std::optional<Router> router = routers().find(spec.view());
+  const auto number_of = [](const MaybeTensor& t) -> int64_t {
+    if (!t) return -1;
+    int64_t i = 0;
+    while (i <= int64_t(Dtype::kFloat32) && scalar_of(Dtype(i)) != t->scalar_type()) ++i;
+    return i;  // one more than the last for others, of which no router is told
+  };
+  const std::optional<Router> router =
+      routers().find(router_name(spec.view(), number_of(x), number_of(correction), number_of(scale)));
   if (engine.view() != "sm90" || !can_ask_for_streams() || !router || x.dim() != 2 || weight.dim() != 2) return;
   constexpr int64_t kTokens = 256;  // MAX_TOKENS in mok_compile/engines/sm90_router.py
   const int64_t tokens = x.size(0), depth = x.size(1), experts = weight.size(0);
   const ScalarType dtype = x.scalar_type();
   const int32_t device = x.get_device_index();
   const RouteProgram& program = router->program;
-  // A number of `told` for each expert; of any shape, as corrections may be.
-  const auto is_vector = [&](const MaybeTensor& t, int64_t told) {
-    if (!t || told < 0) return !t && told < 0;
-    return t->numel() == experts && t->is_contiguous() && t->is_cuda() && t->get_device_index() == device &&
-           t->scalar_type() == scalar_of(dtype_of(told));
+  // A number for each expert; of any shape, as corrections may be.
+  const auto is_vector = [&](const MaybeTensor& t) {
+    return !t || (t->numel() == experts && t->is_contiguous() && t->is_cuda() && t->get_device_index() == device);
   };
   if (tokens < 1 || tokens > kTokens || depth < 8 || depth % 8 || experts < program.top_k || experts > kMaxRouted ||
-      !is_hopper(device) || dtype != scalar_of(dtype_of(router->x)) || !is_dense(x, {tokens, depth}, dtype, device) ||
-      !is_dense(weight, {experts, depth}, dtype, device) || !is_vector(bias, bias ? router->x : -1) ||
-      !is_vector(correction, router->correction) || !is_vector(scale, router->scale) ||
+      !is_hopper(device) || !is_dense(x, {tokens, depth}, dtype, device) ||
+      !is_dense(weight, {experts, depth}, dtype, device) || !is_vector(bias) ||
+      (bias && bias->scalar_type() != dtype) || !is_vector(correction) || !is_vector(scale) ||
       (program.groups && (experts % program.groups || experts / program.groups < program.group_best)))
     return;
   const DeviceGuard guard(device);
@@ -297,7 +308,8 @@ void tell_router_op(StableIValue* stack, uint64_t, uint64_t) {
   const Text router(stack[0]);
   const auto x = to<int64_t>(stack[2]), correction = to<int64_t>(stack[3]), scale = to<int64_t>(stack[4]);
   const auto weights = to<int64_t>(stack[5]);
-  routers().tell(router.view(), {program_of(to<Doubles>(stack[1])), x, correction, scale, dtype_of(weights)});
+  routers().tell(router_name(router.view(), x, correction, scale),
+                 {program_of(to<Doubles>(stack[1])), dtype_of(weights)});
 }
 
 }  // namespace
