@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mok_compile.passes.facts import EXPERT, Full, Hits
 from mok_compile.passes.masks import distinct
 from mok_compile.passes.rules import _COUNTS, Facts, _dim, _experts_counted, _is_choice, _root, same
-from mok_compile.passes.view import Cell, Value, View
+from mok_compile.passes.view import Cell, Value, View, writes_unseen
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
         for tensor in _tensors(other):
             memory = tensor.untyped_storage()._cdata
             touching.setdefault(memory, []).extend((other, *other.users))
-            if tensor.is_inference() or tensor._version:
+            if tensor.is_inference() or tensor._version or any(map(writes_unseen, other.users)):
                 written.add(memory)
     found: set[fx.Node] = set()
     pending = [node]

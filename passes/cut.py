@@ -13,6 +13,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import copy
 import dis
 import inspect
@@ -20,8 +21,11 @@ import itertools
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 # Calls of statements before a loop that prepare it: which experts are hit, which tokens are theirs. This only bounds
 # what is cut out with the loop; what it means is proven.
@@ -32,6 +36,11 @@ _PREPARES = {
 # Of these, those that make the counts of a loop that appends, and those at which the graph breaks there.
 _COUNTING = {"bincount", "cpu", "numpy", "sum", "tolist"}
 _BREAKING = {"bincount", "tolist"}
+# Python's own functions that write into nothing.
+_HARMLESS = {
+    "abs", "all", "any", "bool", "dict", "enumerate", "float", "getattr", "hasattr", "int", "isinstance", "len", "list",
+    "max", "min", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip",
+}  # fmt: skip
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 _ADDS = ("index_add_", "index_add")
 # What a loop calls and does that adds with ``total[rows] += ...``.
@@ -87,7 +96,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
         body[:at] = [part for statement in body[:at] for part in _in_parts(statement)]
         at = body.index(loop)
     reached = _reached(tree.body, loop)
-    region = [*_preparation(reached, body, at, owner, appends), loop]
+    region = [*_preparation(reached, body, at, owner, appends, _meanings(function)), loop]
     inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
     known = outside.stored | {a.arg for a in _arguments(tree.args)}
     # What the loop goes by is set at the start of each turn, whatever it was before.
@@ -348,8 +357,11 @@ def _after(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int, owner: str, counts: bool) -> list[ast.stmt]:
-    """The statements before a loop that serve it alone, in order; only those that make `counts` in Python, if set."""
+def _preparation(
+    reached: set[ast.stmt], body: list[ast.stmt], at: int, owner: str, counts: bool, known: Mapping[str, Any]
+) -> list[ast.stmt]:
+    """The statements before a loop that serve it alone, in order; only those that make `counts` in Python, if set.
+    `known`: what names mean."""
     prepares = _counts if counts else _prepares
     taken, passed = [body[at]], []
     for i, statement in reversed(list(enumerate(body[:at]))):
@@ -359,12 +371,9 @@ def _preparation(reached: set[ast.stmt], body: list[ast.stmt], at: int, owner: s
         rest = _Names(reached - set(_statements([*before, *taken, statement])))
         serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & rest.loaded
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
-        # What is called on the way may write into what it is given.
-        given = _Names(_statements(s for s in passed if _calls_out(s, owner))).loaded - {owner}
-        moves = moves and not names.loaded & given
         if serves and moves and prepares(statement):
             taken.insert(0, statement)
-        elif _writes_in_place(statement) or (counts and _calls_out(statement, owner)):
+        elif _may_write(statement, owner, known):
             break  # what was computed before, maybe from another view of what this writes into, stays before
         else:
             passed.append(statement)
@@ -413,21 +422,47 @@ def _is_arithmetic(statement: ast.Assign | ast.AugAssign) -> bool:
     return isinstance(getattr(node, "op", None), _ARITHMETIC)
 
 
-def _writes_in_place(statement: ast.stmt) -> bool:
-    """Whether `statement` may write into a tensor, judged by its spelling: an in-place operator, item or method."""
+def _may_write(statement: ast.stmt, owner: str, known: Mapping[str, Any]) -> bool:
+    """Whether `statement` may write into a tensor: with an in-place operator, into an item, or by a call of what is
+    neither a method of tensors nor a function of Python's or torch's that would say so. `known`: what names mean."""
     nodes = list(ast.walk(statement))
-    methods = (n.func.attr for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
-    written = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in nodes)
-    return written or any(isinstance(n, ast.AugAssign) for n in nodes) or any(m.endswith("_") for m in methods)
+    written = any(isinstance(n, ast.Subscript) and not isinstance(n.ctx, ast.Load) for n in nodes)
+    written = written or any(isinstance(n, ast.AugAssign) for n in nodes)
+    return written or any(isinstance(n, ast.Call) and not _only_computes(n, owner, known) for n in nodes)
 
 
-def _calls_out(statement: ast.stmt, owner: str) -> bool:
-    """Whether `statement` calls what may write into a tensor out of sight: a method of `owner`, a function that is
-    neither Python's nor a module's."""
-    functions = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    if any(isinstance(f, ast.Name) and not hasattr(builtins, f.id) for f in functions):
-        return True
-    return any(isinstance(n, ast.Name) and n.id == owner for f in functions for n in ast.walk(f))
+def _only_computes(call: ast.Call, owner: str, known: Mapping[str, Any]) -> bool:
+    root, path = call.func, []
+    while isinstance(root, ast.Attribute):
+        path.insert(0, root.attr)
+        root = root.value
+    name = root.id if isinstance(root, ast.Name) else ""
+    told = any(keyword.arg in (None, "out", "inplace") for keyword in call.keywords)
+    if told or (name == owner and len(path) < 2):
+        return False
+    meant = known.get(name)
+    if not isinstance(meant, types.ModuleType):
+        if path:
+            return path[-1] == "append" or (hasattr(torch.Tensor, path[-1]) and not path[-1].endswith("_"))
+        return name in _HARMLESS and known.get(name, getattr(builtins, name)) is getattr(builtins, name)
+    for attribute in path:
+        parent, meant = meant, getattr(meant, attribute, None)
+    if not path or path[-1].endswith("_"):
+        return False
+    if isinstance(meant, type):
+        return meant.__module__.partition(".")[0] == "torch"
+    if parent is torch.nn.functional:
+        return not any(isinstance(a, ast.Constant) and a.value is True for a in call.args)  # as relu(x, True)
+    return parent is torch and (hasattr(torch._C._VariableFunctions, path[-1]) or hasattr(torch.functional, path[-1]))
+
+
+def _meanings(function: types.FunctionType) -> dict[str, Any]:
+    """What the names in `function` mean, as far as they are not its own variables, which have None."""
+    found = {**function.__globals__, **dict.fromkeys(function.__code__.co_varnames)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            found[name] = cell.cell_contents
+    return found | dict.fromkeys(function.__code__.co_cellvars)
 
 
 def _no_grad(statement: ast.With) -> bool:

@@ -551,7 +551,19 @@ def _may_write(node: fx.Node, fake: Any) -> bool:
         return False
     if bodies:
         return any(_writes(body, fake.dtype) for body in bodies)
-    return fake.is_inference() or fake._version > 0
+    return writes_unseen(node) or fake.is_inference() or fake._version > 0
+
+
+def writes_unseen(node: fx.Node) -> bool:
+    """Whether `node` may write into its arguments without a trace in the version counters of Dynamo's own fakes: so do
+    higher-order ops (kernels of Triton among them), ops with schemas of their own, and those for lists of tensors."""
+    target, name = node.target, name_of(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return mutable or (name.startswith("_foreach") and name.endswith("_"))
 
 
 def _writes(body: fx.GraphModule, dtype: torch.dtype) -> bool:
@@ -560,7 +572,9 @@ def _writes(body: fx.GraphModule, dtype: torch.dtype) -> bool:
         name = name_of(node)
         in_place = name.endswith("_") and not name.endswith("__")
         augmented = node.target in _AUGMENTED or name == "__setitem__" or "out" in node.kwargs
-        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        # Higher-order ops with bodies have these among the children.
+        bodies = any(isinstance(a, fx.Node) and a.op == "get_attr" for a in node.args)
+        mutable = writes_unseen(node) and not bodies
         if node.op not in ("call_function", "call_method"):
             continue
         if name == "view" and any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):

@@ -1283,12 +1283,103 @@ def inner_hook():
     return block
 
 
+class ChangedThroughOut(ChangedBehindTheMask):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        ids = ids.clone()
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        torch.clamp(ids, max=1, out=ids)
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class ChangedThroughAView(ChangedBehindTheMask):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        ids = ids.clone()
+        flat = ids.view(-1)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        self.change(flat)
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class ChangedThroughSelf(ChangedBehindTheMask):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        ids = self.kept = ids.clone()
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        self.change_kept()
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+    def change_kept(self):
+        self.kept.fill_(1)
+
+
+class ChangedByAFlag(ChangedBehindTheMask):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        ids = ids.clone()
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        F.threshold(ids, 1, 0, True)
+        for e in range(self.num_experts):
+            k, t = torch.where(mask[e])
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class ListChangedThroughOut(Joined):
+    def moe(self, x, ids, weights):
+        rows = x[ids.view(-1).argsort() // ids.shape[1]]
+        counted = self.scattered(ids).sum(0)
+        counts = counted.tolist()
+        torch.clamp(counted, max=1, out=counted)
+        outputs, start = [], 0
+        for i, count in enumerate(counts):
+            if count > 0:
+                outputs.append(self.experts[i](rows[start : start + count]))
+            start = start + count
+        return x + torch.cat(outputs).mean(0) * weights.sum() + counted.sum()
+
+
+class CappedInAList(Joined):
+    """Ops for lists of tensors leave no trace in what Dynamo knows of these."""
+
+    def counted(self, ids):
+        counts = self.scattered(ids).sum(0)
+        torch._foreach_clamp_max_([counts], 2)
+        return counts
+
+
+_library = torch.library.Library("mok_test_lists", "DEF")
+_library.define("cap_(Tensor(a!) counts) -> ()")
+_library.impl("cap_", lambda counts: None, "Meta")
+_library.impl("cap_", lambda counts: counts.copy_(counts.clamp(max=2)) is None or None, "CPU")
+
+
+class CappedByAnOp(Joined):
+    """So do ops that come with a schema and nothing else."""
+
+    def counted(self, ids):
+        counts = self.scattered(ids).sum(0)
+        torch.ops.mok_test_lists.cap_(counts[:4])
+        return counts
+
+
 MISCOUNTED = [
     Capped, CappedInPlace, CappedInPart, CappedInNumpy, OneLess, FirstSlots, TwiceTheSame, TwiceInPlace, SomeBins,
     NoNumbersOfOthers, CheckedForMore, CappedList, FewBins, BinsOfSums, CappedBins,
+    CappedInAList, CappedByAnOp,
 ]  # fmt: skip
 ALTERED = [
-    *MISCOUNTED, ListInBytes, ChangedBehindTheList, NumberedByZipFromOne, NumberedByZipBackwards,
+    *MISCOUNTED, ListInBytes, ChangedBehindTheList, ListChangedThroughOut, NumberedByZipFromOne, NumberedByZipBackwards,
     OtherToken, OtherSlot, NumberLeft, NumberKept, CountsInBytes, CountsOthers, LeastCounts, FirstRows,
     ZippedWithOthers, ZippedLater, FromOne, SortedAndCounted, SortedFirst, SortedInBytes,
     StartsLater, StopsEarly, ByNumber, OneIsSpecial, Neighbour, Carried, Feeds, Overwrites,
@@ -1406,7 +1497,10 @@ def test_experts_beside_their_numbers():
     check(NumberedByZip())
 
 
-@pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed, ChangedBehindTheMask])
+CHANGED = [ChangedBehindTheMask, ChangedThroughOut, ChangedThroughAView, ChangedThroughSelf, ChangedByAFlag]
+
+
+@pytest.mark.parametrize("make", [Unscaled, SkipsFirst, Fewer, Reversed, *CHANGED])
 def test_what_can_be_said_exactly_may_be_fused(make):
     block, x = make(), tokens(2, 9)
     compare(block, Traced(block), x)

@@ -200,6 +200,33 @@ def test_a_custom_op_that_writes():
     assert before is not after
 
 
+class _Kernel(torch._ops.HigherOrderOperator):
+    def __init__(self):
+        super().__init__("mok_test_kernel")
+
+    def __call__(self, counts):
+        return super().__call__(counts)
+
+
+@pytest.mark.parametrize("as_a_list", [False, True])
+def test_what_writes_without_a_body_or_a_trace(as_a_list):
+    """As a kernel of Triton does, of which Dynamo's own fake tensors tell nothing."""
+
+    def f(x):
+        y = x + 1
+        return y, y.sum()
+
+    view, nodes = view_of(f, torch.randn(3))
+    graph = view.keep.graph
+    with graph.inserting_before(nodes["sum_1"]):
+        node = graph.call_function(_Kernel(), ([nodes["y"]],) if as_a_list else (nodes["y"],))
+    node.meta["example_value"] = None
+    view = View(graph)
+    assert view.value(nodes["y"]).op is aten.add.Tensor
+    assert view.cells[nodes["y"]].value.op == "written"
+    assert view.value(nodes["sum_1"]).args[0].op == "written"
+
+
 def test_autocast_is_not_looked_into():
     """The recording runs without autocast; where its dtypes differ from Dynamo's, the node is opaque."""
 
