@@ -561,7 +561,9 @@ def writes_unseen(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+        # What an overload for out= writes into, it takes by keyword.
+        overloads = [name for name in target.overloads() if "out" not in name or node.kwargs]
+        return any(getattr(target, overload)._schema.is_mutable for overload in overloads)
     mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
     return mutable or (name.startswith("_foreach") and name.endswith("_"))
 
