@@ -288,9 +288,9 @@ def test_who_routes_few_tokens(few, tokens, dtype, grad, taken):
     assert few.asked == taken
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_an_engine_that_routes_any_number_of_tokens(few, dynamic):
-    few.most, seen = math.inf, []
+def recorded(**how):
+    """A compiled block on the engine "few", as a function of its tokens, and what AOTAutograd calls in each graph."""
+    seen = []
 
     def backend(gm, inputs):
         from torch._functorch.aot_autograd import aot_module_simplified
@@ -301,14 +301,19 @@ def test_an_engine_that_routes_any_number_of_tokens(few, dynamic):
 
         return aot_module_simplified(gm, inputs, fw_compiler=record)
 
-    problem = Router("mixtral", 3, torch.bfloat16)
-    _, _, *rest = problem.arguments[:-1]
+    _, _, *rest = Router("mixtral", 3, torch.bfloat16).arguments[:-1]
 
     def run(x):
         return torch.ops.mok.moe(x, x, *rest, "few")
 
     torch._dynamo.reset()
-    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
+    return torch.compile(run, backend=backend, fullgraph=True, **how), seen
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_engine_that_routes_any_number_of_tokens(few, dynamic):
+    few.most = math.inf
+    compiled, seen = recorded(dynamic=dynamic)
     with torch.no_grad():
         for tokens in (3, 1000) if dynamic else (1000,):
             compiled(torch.randn(tokens, HIDDEN).bfloat16())
@@ -327,25 +332,7 @@ def test_a_training_step_routes_as_before(few):
 @pytest.mark.parametrize(("most", "taken"), [(4, True), (1 << 20, False)])
 def test_a_symbolic_number_of_tokens_gets_no_guard(few, most, taken):
     """The kernel runs where the number is known to be small, whatever the example's was."""
-    seen = []
-
-    def backend(gm, inputs):
-        from torch._functorch.aot_autograd import aot_module_simplified
-
-        def record(gm, inputs):
-            seen.append({node.target for node in gm.graph.nodes})
-            return gm
-
-        return aot_module_simplified(gm, inputs, fw_compiler=record)
-
-    problem = Router("mixtral", 3, torch.bfloat16)
-    _, _, *rest = problem.arguments[:-1]
-
-    def run(x):
-        return torch.ops.mok.moe(x, x, *rest, "few")
-
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    compiled, seen = recorded()
     with torch.no_grad():
         for tokens in (3, 2, 4) if taken else (3, 2, 9):
             x = torch.randn(tokens, HIDDEN).bfloat16()
