@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mok_compile.passes.facts import Iota
 from mok_compile.passes.rules import Facts, same
-from mok_compile.passes.view import Value, View, name_of
+from mok_compile.passes.view import Value, View, name_of, writes_unseen
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _written(nodes: set[fx.Node]) -> bool:
     memory = {_memory(n) for n in nodes}
     graph = next(iter(nodes)).graph
     sharing = (n for n in graph.nodes if _is_number(n) and _memory(n) in memory)
-    return any(_example(n).is_inference() or _example(n)._version for n in sharing)
+    return any(_example(n).is_inference() or _example(n)._version or any(map(writes_unseen, n.users)) for n in sharing)
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:

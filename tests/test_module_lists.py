@@ -1373,6 +1373,26 @@ class CappedByAnOp(Joined):
         return counts
 
 
+class DoubledByAnOp(Ranged):
+    """A token's experts are no longer all different, so that one of them overwrites the other."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        self.change(ids)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            y[t] += self.experts[e](x[t]) * weights[t, k, None]
+        return y
+
+    def change(self, ids):
+        torch.ops.mok_test_lists.cap_(ids)
+
+
+class DoubledInAList(DoubledByAnOp):
+    def change(self, ids):
+        torch._foreach_clamp_max_([ids], 1)
+
+
 MISCOUNTED = [
     Capped, CappedInPlace, CappedInPart, CappedInNumpy, OneLess, FirstSlots, TwiceTheSame, TwiceInPlace, SomeBins,
     NoNumbersOfOthers, CheckedForMore, CappedList, FewBins, BinsOfSums, CappedBins,
@@ -1495,6 +1515,15 @@ def test_a_method_out_of_inference_mode_keeps_its_gradients():
 
 def test_experts_beside_their_numbers():
     check(NumberedByZip())
+
+
+@pytest.mark.parametrize("make", [DoubledByAnOp, DoubledInAList])
+def test_experts_that_were_made_alike_out_of_sight(make):
+    block, x = make(), tokens(2, 9).detach()
+    with torch.no_grad():
+        traced = Traced(block, verify=False)
+        assert_close(traced(x), block(x))
+    assert traced.report.fused == 0
 
 
 CHANGED = [ChangedBehindTheMask, ChangedThroughOut, ChangedThroughAView, ChangedThroughSelf, ChangedByAFlag]
