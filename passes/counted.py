@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mok_compile.passes.facts import EXPERT, Full, Hits
 from mok_compile.passes.masks import distinct
 from mok_compile.passes.rules import _COUNTS, Facts, _dim, _experts_counted, _is_choice, _root, same
-from mok_compile.passes.view import Cell, Value, View, writes_unseen
+from mok_compile.passes.view import Cell, Value, view_of, writes_unseen
 
 aten = torch.ops.aten
 
@@ -30,16 +30,7 @@ def added_up(node: fx.Node) -> int | torch.SymInt | None:
     # What a higher-order op writes into is not seen from here.
     if node not in nodes or any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in nodes):
         return None
-    graph, env = fx.Graph(), {}
-    for old in node.graph.nodes:
-        if old in nodes:
-            for arg in old.all_input_nodes:
-                if arg not in env:
-                    env[arg] = graph.placeholder(arg.name)
-                    env[arg].meta = dict(arg.meta)
-            env[old] = graph.node_copy(old, env.__getitem__)
-    graph.output(env[node])
-    view = View(graph)
+    view, env = view_of(node, nodes)
     cell = view.cells.get(env[node])
     if not isinstance(cell, Cell):
         return None

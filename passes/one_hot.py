@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mok_compile.passes.facts import Iota
 from mok_compile.passes.rules import Facts, same
-from mok_compile.passes.view import Value, View, name_of, writes_unseen
+from mok_compile.passes.view import Value, name_of, view_of, writes_unseen
 
 aten = torch.ops.aten
 
@@ -29,16 +29,7 @@ def is_one_hot(node: fx.Node) -> bool:
         return False
     if _written(nodes):  # only what leads here is looked at
         return False
-    graph, env = fx.Graph(), {}
-    for old in node.graph.nodes:
-        if old in nodes:
-            for arg in old.all_input_nodes:
-                if arg not in env:
-                    env[arg] = graph.placeholder(arg.name)
-                    env[arg].meta = dict(arg.meta)
-            env[old] = graph.node_copy(old, env.__getitem__)
-    graph.output(env[node])
-    view = View(graph)
+    view, env = view_of(node, nodes)
     return _single(view.value(env[node]), Facts(view.values))
 
 

@@ -617,3 +617,18 @@ def _hashable(a: Any, names: dict[sympy.Symbol, sympy.Symbol] | None = None) -> 
     if isinstance(a, slice):
         return ("slice", _hashable((a.start, a.stop, a.step), names))
     return (type(a), a) if isinstance(a, (int, float, bool)) else a
+
+
+def view_of(node: fx.Node, nodes: set[fx.Node]) -> tuple[View, dict[fx.Node, fx.Node]]:
+    """The view of a part of a graph: `nodes`, among them `node`, its result. What these are made from are inputs. Also
+    the nodes of the part, by the original ones."""
+    graph, env = fx.Graph(), {}
+    for old in node.graph.nodes:
+        if old in nodes:
+            for arg in old.all_input_nodes:
+                if arg not in env:
+                    env[arg] = graph.placeholder(arg.name)
+                    env[arg].meta = dict(arg.meta)
+            env[old] = graph.node_copy(old, env.__getitem__)
+    graph.output(env[node])
+    return View(graph), env
