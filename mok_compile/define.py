@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 # Each op to its twin, ``mok::<name>_no_grad``.
 no_grad: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
@@ -23,3 +24,8 @@ def define(library: torch.library.Library, schema: str, kernel: Callable, fake: 
         torch.library.register_fake(f"mok::{each}", fake, lib=library)
     ops = torch.ops.mok
     no_grad[getattr(ops, name).default] = getattr(ops, f"{name}_no_grad").default
+
+
+def count_flops(formula: Callable, *ops: torch._ops.OpOverloadPacket) -> None:
+    """Tells torch's counter the formula of these ops, and so of their twins."""
+    register_flop_formula([each for op in ops for each in (op, no_grad[op.default].overloadpacket)])(formula)

@@ -22,10 +22,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, forward_mode, routing
-from mok_compile.define import define, no_grad
+from mok_compile.define import count_flops, define
 from mok_compile.router import RouterSpec
 from mok_compile.routing import Routed
 
@@ -93,8 +92,7 @@ def _route_fake(x, weight, bias, correction, router, engine):
 
 def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
     operands = (x, weight, bias, correction, expert_scale)
-    direct = engines.direct.get((engine, "route_infer"))
-    if direct and (made := direct(*operands, router, engine)):
+    if made := engines.directly(engine, "route_infer", *operands, router, engine):
         return tuple(made)
     spec = RouterSpec.from_json(router)
     check(x, weight, bias, correction, spec)
@@ -241,5 +239,4 @@ def _route_flops(x, weight, *args, out_shape=None, **kwargs) -> int:
     return 2 * x[0] * x[1] * weight[0]
 
 
-for _op in (torch.ops.mok.route, torch.ops.mok.route_infer):
-    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_route_flops)
+count_flops(_route_flops, torch.ops.mok.route, torch.ops.mok.route_infer)

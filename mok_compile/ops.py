@@ -18,10 +18,9 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, forward_mode, moe  # registers mok::moe and mok::route
-from mok_compile.define import define, no_grad
+from mok_compile.define import count_flops, define
 from mok_compile.grouped import empty_as
 from mok_compile.spec import ExpertsSpec
 
@@ -65,8 +64,7 @@ def check(x, ids, weights, up, down, up_bias, down_bias, spec: ExpertsSpec) -> N
 
 
 def _experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
-    direct = engines.direct.get((engine, "experts"))
-    if direct and (made := direct(x, ids, weights, up, down, up_bias, down_bias, spec, engine)):
+    if made := engines.directly(engine, "experts", x, ids, weights, up, down, up_bias, down_bias, spec, engine):
         return tuple(made)
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
@@ -75,8 +73,7 @@ def _experts(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
 
 
 def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
-    direct = engines.direct.get((engine, "experts_infer"))
-    if direct and (made := direct(x, ids, weights, up, down, up_bias, down_bias, spec, engine)):
+    if made := engines.directly(engine, "experts_infer", x, ids, weights, up, down, up_bias, down_bias, spec, engine):
         return made[0]
     spec = ExpertsSpec.from_json(spec)
     check(x, ids, weights, up, down, up_bias, down_bias, spec)
@@ -86,8 +83,7 @@ def _experts_infer(x, ids, weights, up, down, up_bias, down_bias, spec, engine):
 
 def _experts_backward(dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets, spec, engine, needs):
     operands = (dy, x, ids, weights, up, down, up_bias, down_bias, h, order, offsets)
-    direct = engines.direct.get((engine, "experts_backward"))
-    if direct and (made := direct(*operands, spec, engine, needs)):
+    if made := engines.directly(engine, "experts_backward", *operands, spec, engine, needs):
         return made
     with torch._C._DisableAutocast():
         return engines.get(engine).backward(*operands, ExpertsSpec.from_json(spec), needs)
@@ -237,12 +233,8 @@ def _experts_backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None
     return flops(x, ids, up, down, 2)
 
 
-for _op, _formula in (
-    (torch.ops.mok.experts, _experts_flops),
-    (torch.ops.mok.experts_infer, _experts_flops),
-    (torch.ops.mok.experts_backward, _experts_backward_flops),
-):
-    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_formula)
+count_flops(_experts_flops, torch.ops.mok.experts, torch.ops.mok.experts_infer)
+count_flops(_experts_backward_flops, torch.ops.mok.experts_backward)
 
 
 _BLOCKS = ("mok::moe", "mok::experts", "mok::experts_infer", "mok::experts_parallel", "mok::experts_parallel_infer")

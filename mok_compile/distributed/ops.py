@@ -18,10 +18,9 @@ import functools
 from dataclasses import replace
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from mok_compile import engines, ops
-from mok_compile.define import define, no_grad
+from mok_compile.define import count_flops, define
 from mok_compile.distributed import transports
 from mok_compile.distributed.sharding import Sharding
 from mok_compile.distributed.transports import Call, Operands, Saved
@@ -130,9 +129,5 @@ def _backward_flops(dy, x, ids, weights, up, down, *args, out_shape=None, **kwar
     return ops.flops(x, ids, up, down, 2)
 
 
-for _op, _formula in (
-    (torch.ops.mok.experts_parallel, _flops),
-    (torch.ops.mok.experts_parallel_infer, _flops),
-    (torch.ops.mok.experts_parallel_backward, _backward_flops),
-):
-    register_flop_formula([_op, no_grad[_op.default].overloadpacket])(_formula)
+count_flops(_flops, torch.ops.mok.experts_parallel, torch.ops.mok.experts_parallel_infer)
+count_flops(_backward_flops, torch.ops.mok.experts_parallel_backward)

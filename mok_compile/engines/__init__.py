@@ -35,6 +35,12 @@ NATIVE = {"cuda": "sm90", "cpu": "cpu"}
 direct: dict[tuple[str, str], Callable[..., list[torch.Tensor]]] = {}
 
 
+def directly(engine: str, op: str, *arguments) -> list[torch.Tensor]:
+    """The results of the op, if the engine called `engine` runs this call by itself; else none."""
+    function = direct.get((engine, op))
+    return function(*arguments) if function else []
+
+
 @dataclass(frozen=True)
 class Problem:
     """The facts an engine decides on: sizes (legend in `mok_compile.spec`), dtypes, device. Nothing about T: one choice
