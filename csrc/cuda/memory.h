@@ -19,9 +19,10 @@ inline int64_t& bytes_missing() {
   thread_local int64_t bytes = 0;
   return bytes;
 }
-// What `make` gives, or no tensors.
+// What `make` gives, or no tensors and bytes_missing().
 template <class Make>
 Tensors if_there_is_room(const Make& make) {
+  bytes_missing() = 0;
   try {
     return make();
   } catch (const NoRoom& missing) {

@@ -20,7 +20,7 @@ from mok_compile.spec import ExpertsSpec
 LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
-NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # Dtype there
+NUMBERS = {dtype: number for number, dtype in enumerate(sm90_router.DTYPES)}  # Dtype there
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # tiles, tickets and rows of panels are counted in 32 bits
 FEW: bool | None = None  # whether inference takes the kernel for few tokens; None: where it pays. The bits are the same
@@ -178,11 +178,10 @@ def _stacked(bias: Bank) -> torch.Tensor:
 
 
 def launched(op, *arguments) -> list[torch.Tensor]:
-    """What an op makes. None is made where memory does not suffice; then the allocator is asked for as much from here,
-    since its error does not come through the interface that the library was built for."""
-    if made := op(*arguments):
-        return made
-    missing = torch.ops.mok_sm90.bytes_missing()
+    """What an op makes. Where memory does not suffice it makes nothing; then the allocator is asked for as much from
+    here, since its error does not come through the interface that the library was built for."""
+    if (made := op(*arguments)) or not (missing := torch.ops.mok_sm90.bytes_missing()):
+        return made  # perhaps nothing was wanted
     torch.empty(missing, dtype=torch.uint8, device="cuda")
     if made := op(*arguments):  # it was there: somebody has freed some
         return made

@@ -602,6 +602,8 @@ def test_frozen_weights_and_inputs():
         block.needs = [j == i for j in range(4)] + [False, False]
         (only,) = block.backward(engine, saved)
         assert torch.equal(only, everything[i])
+    block.needs = [False] * 6
+    assert block.backward(engine, saved) == []
 
 
 DIRECT = [
