@@ -20,6 +20,8 @@
 //
 // - Boxes: what the copy engine does, started by one lane: bytes(p, task) per stage, weights(...) and rows(...).
 //
+// - kRagged: whether the last step may be incomplete; then slices(task), how many sixteens of it there are.
+//
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
 //
 // - kPulls: whether rows to gather may come from other ranks; then also Params::pull and Gather::last_row(task).
@@ -85,7 +87,7 @@ struct Common {
   static constexpr bool kSplit = kSplitB;
   static constexpr uint32_t kBytesA = kParts * kChunk, kBytesB = (kSplit ? 4 : kTileN / 64) * kChunk,
                             kBytesStage = kBytesA + kBytesB;
-  static constexpr bool kPulls = false;
+  static constexpr bool kPulls = false, kRagged = false;
 
   template <class... A>
   static __device__ __forceinline__ void locate(const A&...) {}
@@ -377,45 +379,82 @@ __device__ __forceinline__ void multiply(float (&acc)[kParts][Op::kAccumulators]
   const uint32_t base = __shfl_sync(~0u, ring.base, 0);
   const int first_step = __shfl_sync(~0u, task.first_step, 0);
   const uint32_t a0 = ptx::mma_operand(base, kChunk), b0 = ptx::mma_operand(base + Op::kBytesA, kChunk);
-  int stage = first_step % Op::kStages, last = stage;
+  int stage = first_step % Op::kStages;
   uint32_t parity = first_step / Op::kStages & 1;
-  const auto step = [&](auto first) {
+  const auto slice = [&](auto first, uint32_t offset, int q) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const uint32_t a = a0 + offset + q * kStepA + part * ptx::mma_offset(kChunk), b = b0 + offset + q * kStepB;
+      constexpr int kHalves = Op::kSplit ? 2 : 1, kCount = Op::kAccumulators / kHalves;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        auto& d = reinterpret_cast<float (&)[kCount]>(acc[part][half * kCount]);
+        const uint32_t b_half = b + half * ptx::mma_offset(2 * kChunk);
+        if (first.value) {
+          Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
+        } else {
+          Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
+        }
+      }
+    }
+  };
+  // Waits for the next stage, returns where it lies.
+  const auto begin = [&] {
     ring.wait(ring.full(stage), parity, kStageFull);
     if constexpr (Op::kGathers) ptx::fence_shared_for_async();
     ptx::mma_fence();
     const uint32_t offset = ptx::mma_offset(stage * Op::kBytesStage);
-#pragma unroll
-    for (int q = 0; q < kTileK / 16; ++q) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const uint32_t a = a0 + offset + q * kStepA + part * ptx::mma_offset(kChunk), b = b0 + offset + q * kStepB;
-        constexpr int kHalves = Op::kSplit ? 2 : 1, kCount = Op::kAccumulators / kHalves;
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          auto& d = reinterpret_cast<float (&)[kCount]>(acc[part][half * kCount]);
-          const uint32_t b_half = b + half * ptx::mma_offset(2 * kChunk);
-          if (first.value && q == 0) {
-            Mma::template start<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
-          } else {
-            Mma::template add<Op::kTransposeA, Op::kTransposeB>(d, a, b_half);
-          }
-        }
-      }
-    }
-    ptx::mma_commit();
-    last = stage;
     if (++stage == Op::kStages) stage = 0, parity ^= 1;
+    return offset;
   };
-  step(Index<1>{});
-  for (int k = 1; k < task.steps; ++k) {
-    const int done = last;
-    step(Index<0>{});
+  // The stage that was begun `kBack` ago is free.
+  const auto release = [&](auto back) {
+    constexpr int kBack = back.value;
+    if (lane == 0) ptx::barrier_arrive(ring.empty(stage < kBack ? stage + Op::kStages - kBack : stage - kBack));
+  };
+  constexpr Index<0> kMore;
+  constexpr Index<1> kFirst, kLast;
+  constexpr Index<2> kBeforeLast;
+  constexpr int kSlices = kTileK / 16;
+  const auto step = [&](auto first) {
+    const uint32_t offset = begin();
+    slice(first, offset, 0);
+#pragma unroll
+    for (int q = 1; q < kSlices; ++q) slice(kMore, offset, q);
+    ptx::mma_commit();
+    if (first.value) return;
     ptx::mma_wait<1>();
-    if (lane == 0) ptx::barrier_arrive(ring.empty(done));
+    release(kBeforeLast);
+  };
+  const int whole = task.steps - (Op::kRagged ? 1 : 0);
+  if (whole > 0) step(kFirst);
+  for (int k = 1; k < whole; ++k) step(kMore);
+  if constexpr (Op::kRagged) {
+    const int slices = __shfl_sync(~0u, Op::slices(task), 0);
+    const auto rest = [&](auto first) {
+      const uint32_t offset = begin();
+      slice(first, offset, 0);
+      ptx::mma_commit();
+      if (!first.value) {
+        ptx::mma_wait<1>();
+        release(kBeforeLast);
+      }
+#pragma unroll 1
+      for (int q = 1; q < slices; ++q) {
+        ptx::mma_fence();
+        slice(kMore, offset, q);
+        ptx::mma_commit();
+      }
+    };
+    if (whole > 0) {
+      rest(kMore);
+    } else {
+      rest(kFirst);
+    }
   }
   if (lane == 0) ptx::barrier_arrive(next_turn);
   ptx::mma_wait<0>();
-  if (lane == 0) ptx::barrier_arrive(ring.empty(last));
+  release(kLast);
 }
 
 // A tile of at most kParts parts: it costs the multiplies of those that it has.

@@ -117,53 +117,56 @@ __device__ __forceinline__ void store_tile(const Task& task, const float (&acc)[
   }
 }
 
-// Where a group collects a part of a tile for the copy engine.
-template <int kTileN>
-constexpr uint32_t kOutbox = kTileN / 64 * kChunk;
+// Where a group collects boxes of 64 x 64 for the copy engine: one for each warp to send.
+constexpr int kBoxes = 4;
+constexpr uint32_t kOutbox = kBoxes * kChunk;
 
 // A tile's columns as panels: its first one, how many there are, and how many make a part.
 struct TilePanels {
   int first, count, part;
 };
 
-// Leaves the tile, of which `rows` exist, to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes
-// of 64 x 64; `row` is the tile's first one. If kFlipped, columns and rows change places: the tile's columns become
-// lines. Strips of a quarter outbox each.
+// Leaves the tile to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes of 64 x 64; `row` is
+// the tile's first one. If kFlipped, columns and rows change places: the tile's columns become lines. Strips of a
+// quarter outbox each.
+//
+// What it costs are its fences, barriers and instructions that start the copy engine, because a group can do nothing
+// else meanwhile: so as many boxes as there is room for go together, each started by another warp.
 template <class T, bool kFlipped, int kParts, int kCount>
 __device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], const Warp& warp, const CUtensorMap* map,
-                                          int row, int rows, const TilePanels& panels, int expert) {
-  constexpr int kTileN = 2 * kCount;
+                                          int row, const TilePanels& panels, int expert) {
+  constexpr int kPanels = kCount / 32, kAll = kParts * kPanels;
   const int lane = warp.lane(), group = threadIdx.x / 128;
-  const bool leader = threadIdx.x % 128 == 0;
-  const uint32_t outbox = warp.strips - warp.index() * (kOutbox<kTileN> / 4);
+  const uint32_t outbox = warp.strips - warp.index() * (kOutbox / 4);
   const uint32_t cell = outbox + (kFlipped ? Strip<64>::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2)
                                            : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (leader) ptx::sends_wait_read();
+  for (int first = 0; first < kAll; first += kBoxes) {
+    if (lane == 0) ptx::sends_wait_read();
     ptx::group_sync(group);
 #pragma unroll
-    for (int i = 0; i < kTileN / 16; ++i) {
-      const uint32_t box = i / 4 * kChunk;
-      uint32_t out[4];
+    for (int i = 0; i < kBoxes && first + i < kAll; ++i) {
+      const int part = (first + i) / kPanels, panel = (first + i) % kPanels;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) out[j] = Pair<T>::pack(acc[part][i * 8 + j * 2], acc[part][i * 8 + j * 2 + 1]);
-      if constexpr (kFlipped) {
-        ptx::store_flipped_matrices(cell + box + i % 4 * Strip<64>::kBytes, out);
-      } else {
-        ptx::store_matrices((cell ^ i % 4 * 32) + box, out);
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const float* const v = &acc[part][(panel * 4 + quarter) * 8];
+        uint32_t out[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[j] = Pair<T>::pack(v[j * 2], v[j * 2 + 1]);
+        if constexpr (kFlipped) {
+          ptx::store_flipped_matrices(cell + i * kChunk + quarter * Strip<64>::kBytes, out);
+        } else {
+          ptx::store_matrices((cell ^ quarter * 32) + i * kChunk, out);
+        }
       }
     }
     ptx::fence_shared_for_async();
     ptx::group_sync(group);
-    if (leader) {
-#pragma unroll
-      for (int i = 0; i < kTileN / 64; ++i) {
-        const int panel = panels.first + i, second = panel >= panels.part;
-        if (panel >= panels.count || part * kPartRows >= rows) continue;
-        const int x = (second ? panel - panels.part : panel) * kPanel, y = row + part * kPartRows;
-        ptx::send_box(map, outbox + i * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
-      }
+    const int box = first + warp.index(), panel = panels.first + box % kPanels;
+    if (lane == 0 && box < kAll && panel < panels.count) {
+      const bool second = panel >= panels.part;
+      const int x = (second ? panel - panels.part : panel) * kPanel, y = row + box / kPanels * kPartRows;
+      ptx::send_box(map, outbox + warp.index() * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
       ptx::sends_commit();
     }
   }

@@ -23,8 +23,8 @@ template <class T, bool kFlipped>
 struct WeightGrad : Common<2, 192> {
   using Element = T;
   static constexpr bool kTransposeA = true, kTransposeB = true;
-  static constexpr bool kWaits = false, kGathers = true;
-  static constexpr int kStages = 4, kStrips = kOutbox<kTileN> / 4;
+  static constexpr bool kWaits = false, kGathers = true, kRagged = true;
+  static constexpr int kStages = 4, kStrips = kOutbox / 4;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kGatheredGroups = kTileM / 64, kDenseGroups = kTileN / 64;
 
@@ -47,6 +47,10 @@ struct WeightGrad : Common<2, 192> {
     const int row = at.x * kTileM, height = min(kTileM, p.gathered_columns - row);
     // The kind is the expert's rows.
     return {rows, expert, row, height, at.y * kTileN, steps_of(rows), 0, start, {0, 0}};
+  }
+
+  static __device__ __forceinline__ int slices(const Task& task) {
+    return (task.kind - (task.steps - 1) * kTileK + 15) / 16;
   }
 
   struct Boxes {
@@ -136,8 +140,7 @@ struct WeightGrad : Common<2, 192> {
   template <int kHeight>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task,
                                                 const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
-    send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, task.rows, {task.column / kPanel, p.panels, p.part},
-                           task.expert);
+    send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, {task.column / kPanel, p.panels, p.part}, task.expert);
   }
   static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
 };
