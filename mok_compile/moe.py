@@ -75,10 +75,13 @@ def check_devices(op: str, x, *others) -> None:
 
 
 def _route(x, weight, bias, correction, router, engine):
-    spec = RouterSpec.from_json(router)
-    check(x, weight, bias, correction, spec)
+    operands = (x, weight, bias, correction)
     with torch._C._DisableAutocast():
-        routed = engines.router(engine, spec, weight).route(x, weight, bias, correction, spec)
+        if made := engines.directly(engine, "route", *operands, router, engine):
+            return tuple(made)
+        spec = RouterSpec.from_json(router)
+        check(*operands, spec)
+        routed = engines.router(engine, spec, weight).route(*operands, spec)
     return routed.logits, routed.values, routed.ids
 
 
@@ -92,12 +95,12 @@ def _route_fake(x, weight, bias, correction, router, engine):
 
 def _route_infer(x, weight, bias, correction, expert_scale, router, engine):
     operands = (x, weight, bias, correction, expert_scale)
-    if made := engines.directly(engine, "route_infer", *operands, router, engine):
-        return tuple(made)
-    spec = RouterSpec.from_json(router)
-    check(x, weight, bias, correction, spec)
-    check_scale(x, weight, expert_scale, spec)
     with torch._C._DisableAutocast():
+        if made := engines.directly(engine, "route_infer", *operands, router, engine):
+            return tuple(made)
+        spec = RouterSpec.from_json(router)
+        check(x, weight, bias, correction, spec)
+        check_scale(x, weight, expert_scale, spec)
         few = engines.router_tokens(engine, spec, weight) > 0
         made = engines.get(engine).route_few(*operands, spec) if few else routing.route_and_weigh(*operands, spec)
     return made.logits, made.weights, made.ids

@@ -1,7 +1,7 @@
-// The ops mok_sm90::experts* and mok_sm90::route_infer: those of mok:: with the very arguments of a call, for what most
-// calls are: stacked weights without gaps, and a spec or router that this library has been told of. They check what
-// Python would, in a tenth of its time, and give an empty list where anything is different: then Python says what is
-// wrong, or prepares the operands.
+// The ops mok_sm90::experts*, mok_sm90::route_train and mok_sm90::route_infer: those of mok:: (route_train: mok::route)
+// with the very arguments of a call, for what most calls are: stacked weights without gaps, and a spec or router that
+// this library has been told of. They check what Python would, in a tenth of its time, and give an empty list where
+// anything is different: then Python says what is wrong, or prepares the operands.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -28,16 +28,18 @@ struct Spec {
   Dtype out;
 };
 
-// And of a RouterSpec, for operands of some dtypes.
+// And of a RouterSpec, for operands of some dtypes: `out` is that of the routing weights or, if it only chooses, of the
+// chosen scores.
 struct Router {
   RouteProgram program;
-  Dtype weights;
+  Dtype out;
 };
 
-// What such a router is known by. The numbers are those of `Dtype`, -1 of what is not there.
+// What such a router is known by. The numbers are those of `Dtype`; -1 of what is not there, and kChoosesOnly as scale.
+constexpr int64_t kChoosesOnly = -2;
 std::string router_name(std::string_view spec, int64_t x, int64_t correction, int64_t scale) {
   std::string name(spec);
-  for (const int64_t dtype : {x, correction, scale}) name += char('1' + dtype);
+  for (const int64_t dtype : {x, correction, scale}) name += char('2' + dtype);
   return name;
 }
 
@@ -246,52 +248,105 @@ void experts_backward_op(StableIValue* stack, uint64_t, uint64_t) {
   }));
 }
 
-// A router's x, weight, bias, correction, expert_scale.
-void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
+// A router's tensors, in the order of the ops' arguments, and how it is known.
+struct Routing {
+  Tensor x, weight;
+  MaybeTensor bias, correction, scale;
+  Router router;
+
+  int64_t tokens() const { return x.size(0); }
+  int64_t experts() const { return weight.size(0); }
+  int64_t depth() const { return x.size(1); }
+  ScalarType dtype() const { return x.scalar_type(); }
+  int32_t device() const { return x.get_device_index(); }
+};
+
+int64_t number_of(const MaybeTensor& t) {
+  if (!t) return -1;
+  int64_t i = 0;
+  while (i <= int64_t(Dtype::kFloat32) && scalar_of(Dtype(i)) != t->scalar_type()) ++i;
+  return i;  // one more than the last for others, of which no router is told
+}
+
+// The tensors of a call, if nothing can be wrong with them.
+std::optional<Routing> routing_of(const StableIValue* stack, bool weighs, const Text& spec, const Text& engine) {
   const Tensor x = to<Tensor>(stack[0]), weight = to<Tensor>(stack[1]);
   const MaybeTensor bias = to<MaybeTensor>(stack[2]), correction = to<MaybeTensor>(stack[3]),
-                    scale = to<MaybeTensor>(stack[4]);
-  const Text spec(stack[5]), engine(stack[6]);
-  stack[0] = from(Tensors{});
-  const auto number_of = [](const MaybeTensor& t) -> int64_t {
-    if (!t) return -1;
-    int64_t i = 0;
-    while (i <= int64_t(Dtype::kFloat32) && scalar_of(Dtype(i)) != t->scalar_type()) ++i;
-    return i;  // one more than the last for others, of which no router is told
-  };
-  const std::optional<Router> router =
-      routers().find(router_name(spec.view(), number_of(x), number_of(correction), number_of(scale)));
-  if (engine.view() != "sm90" || !can_ask_for_streams() || !router || x.dim() != 2 || weight.dim() != 2) return;
-  constexpr int64_t kTokens = 256;  // MAX_TOKENS in mok_compile/engines/sm90_router.py
-  const int64_t tokens = x.size(0), depth = x.size(1), experts = weight.size(0);
-  const ScalarType dtype = x.scalar_type();
-  const int32_t device = x.get_device_index();
+                    scale = weighs ? to<MaybeTensor>(stack[4]) : MaybeTensor();
+  const std::optional<Router> router = routers().find(
+      router_name(spec.view(), number_of(x), number_of(correction), weighs ? number_of(scale) : kChoosesOnly));
+  if (engine.view() != "sm90" || !can_ask_for_streams() || !router || x.dim() != 2 || weight.dim() != 2)
+    return std::nullopt;
+  const Routing in{x, weight, bias, correction, scale, *router};
+  const int64_t experts = in.experts();
+  const ScalarType dtype = in.dtype();
   const RouteProgram& program = router->program;
   // A number for each expert; of any shape, as corrections may be.
   const auto is_vector = [&](const MaybeTensor& t) {
-    return !t || (t->numel() == experts && t->is_contiguous() && t->is_cuda() && t->get_device_index() == device);
+    return !t || (t->numel() == experts && t->is_contiguous() && t->is_cuda() && t->get_device_index() == in.device());
   };
-  if (tokens < 1 || tokens > kTokens || depth < 8 || depth % 8 || experts < program.top_k || experts > kMaxRouted ||
-      !is_hopper(device) || !is_dense(x, {tokens, depth}, dtype, device) ||
-      !is_dense(weight, {experts, depth}, dtype, device) || !is_vector(bias) ||
-      (bias && bias->scalar_type() != dtype) || !is_vector(correction) || !is_vector(scale) ||
+  if (in.tokens() < 1 || in.depth() < 1 || experts < program.top_k || experts > kMaxRouted || !is_hopper(in.device()) ||
+      !is(x, {in.tokens(), in.depth()}, dtype, in.device()) || !is(weight, {experts, in.depth()}, dtype, in.device()) ||
+      !is_vector(bias) || (bias && (bias->dim() != 1 || bias->scalar_type() != dtype)) || !is_vector(correction) ||
+      !is_vector(scale) ||
       (program.groups && (experts % program.groups || experts / program.groups < program.group_best)))
-    return;
-  const DeviceGuard guard(device);
+    return std::nullopt;
+  return in;
+}
+
+// The product by torch's own op, as in eager mode; nothing if that fails, for example for want of memory.
+std::optional<Tensor> logits_of(const Routing& in) {
+  std::array<StableIValue, 3> stack{from(in.x), from(in.weight), from(in.bias)};
+  if (torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
+    return std::nullopt;
+  Tensor logits = to<Tensor>(stack[0]);
+  if (!is_dense(logits, {in.tokens(), in.experts()}, in.dtype(), in.device())) return std::nullopt;
+  return logits;
+}
+
+// logits, `out`, ids of a router whose product is torch's.
+Tensors choose_from_logits(const Routing& in, bool weighs) {
+  const std::optional<Tensor> logits = logits_of(in);
+  if (!logits) return {};
+  const Tensor out = empty({in.tokens(), in.router.program.top_k}, scalar_of(in.router.out), in.x);
+  const Tensor ids = empty({in.tokens(), in.router.program.top_k}, ScalarType::Long, in.x);
+  const MaybeTensor none;
+  require(choose(
+      router_of(in.router.program, *logits, in.correction, in.scale, weighs ? none : out, weighs ? out : none, ids),
+      stream_of(current_stream(in.device()))));
+  return {*logits, out, ids};
+}
+
+void route_train_op(StableIValue* stack, uint64_t, uint64_t) {
+  const Text spec(stack[4]), engine(stack[5]);
+  const std::optional<Routing> in = routing_of(stack, false, spec, engine);
+  stack[0] = from(Tensors{});
+  if (!in) return;
+  const DeviceGuard guard(in->device());
+  stack[0] = from(if_there_is_room([&] { return choose_from_logits(*in, false); }));
+}
+
+void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
+  const Text spec(stack[5]), engine(stack[6]);
+  const std::optional<Routing> in = routing_of(stack, true, spec, engine);
+  stack[0] = from(Tensors{});
+  if (!in) return;
+  constexpr int64_t kTokens = 256;  // MAX_TOKENS in mok_compile/engines/sm90_router.py
+  const bool few = in->tokens() <= kTokens && in->depth() % 8 == 0 && in->weight.is_contiguous() && at_16(in->weight);
+  if (few && !(in->x.is_contiguous() && at_16(in->x))) return;
+  const DeviceGuard guard(in->device());
   stack[0] = from(if_there_is_room([&] {
-    const Tensor logits = empty({tokens, experts}, dtype, x);
-    const Tensor weights = empty({tokens, program.top_k}, scalar_of(router->weights), x);
-    const Tensor ids = empty({tokens, program.top_k}, ScalarType::Long, x);
-    RouteArguments in{tokens, depth, experts, dtype_of(x), program, x.data_ptr(), weight.data_ptr(), data_of(bias)};
-    in.correction = data_of(correction);
-    if (correction) in.correction_dtype = dtype_of(*correction);
-    in.scale = data_of(scale);
-    if (scale) in.scale_dtype = dtype_of(*scale);
-    in.logits = logits.data_ptr();
-    in.weights = weights.data_ptr();
-    in.weights_dtype = router->weights;
-    in.ids = static_cast<int64_t*>(ids.data_ptr());
-    require(route(in, stream_of(current_stream(device))));
+    if (!few) return choose_from_logits(*in, true);
+    const Tensor logits = empty({in->tokens(), in->experts()}, in->dtype(), in->x);
+    const Tensor weights = empty({in->tokens(), in->router.program.top_k}, scalar_of(in->router.out), in->x);
+    const Tensor ids = empty({in->tokens(), in->router.program.top_k}, ScalarType::Long, in->x);
+    RouteArguments arguments =
+        router_of(in->router.program, logits, in->correction, in->scale, MaybeTensor(), weights, ids);
+    arguments.depth = in->depth();
+    arguments.x = in->x.data_ptr();
+    arguments.weight = in->weight.data_ptr();
+    arguments.bias = data_of(in->bias);
+    require(route(arguments, stream_of(current_stream(in->device()))));
     return Tensors{logits, weights, ids};
   }));
 }
@@ -303,13 +358,12 @@ void tell_op(StableIValue* stack, uint64_t, uint64_t) {
   specs().tell(spec.view(), {layout_of(layout), activation_of(to<Doubles>(stack[2])), dtype_of(out)});
 }
 
-// `program` as for program_of(); then the dtypes of x, correction, scale (-1: none) and of the routing weights.
+// `program` as for program_of(); then the numbers that a router is known by, and the dtype of `out`.
 void tell_router_op(StableIValue* stack, uint64_t, uint64_t) {
   const Text router(stack[0]);
   const auto x = to<int64_t>(stack[2]), correction = to<int64_t>(stack[3]), scale = to<int64_t>(stack[4]);
-  const auto weights = to<int64_t>(stack[5]);
-  routers().tell(router_name(router.view(), x, correction, scale),
-                 {program_of(to<Doubles>(stack[1])), dtype_of(weights)});
+  const auto out = to<int64_t>(stack[5]);
+  routers().tell(router_name(router.view(), x, correction, scale), {program_of(to<Doubles>(stack[1])), dtype_of(out)});
 }
 
 }  // namespace
@@ -323,10 +377,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_sm90, m) {
   m.def(("experts_backward(Tensor dy, " + block + "Tensor h, Tensor order, Tensor offsets, " + how +
          ", bool[] needs) -> Tensor[]")
             .c_str());
+  m.def("route_train(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str router, str engine) -> Tensor[]");
   m.def(
       "route_infer(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, Tensor? expert_scale, str router, "
       "str engine) -> Tensor[]");
-  m.def("tell_router(str router, float[] program, int x, int correction, int scale, int weights) -> ()");
+  m.def("tell_router(str router, float[] program, int x, int correction, int scale, int out) -> ()");
   m.def("tell(str spec, int layout, float[] activation, int out) -> ()");
 }
 
@@ -339,6 +394,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_sm90, CUDA, m) {
   m.impl("experts", &experts_op);
   m.impl("experts_infer", &experts_infer_op);
   m.impl("experts_backward", &experts_backward_op);
+  m.impl("route_train", &route_train_op);
   m.impl("route_infer", &route_infer_op);
 }
 

@@ -138,31 +138,9 @@ bool pays(const Sizes& sizes) {
   return sizes.slots() <= (sizes.tokens <= 8 ? 64 : std::min<int64_t>(32, 4 * sizes.experts));
 }
 
-// What a router gets and gives besides logits; `program` as mok_compile/engines/sm90_router.py puts it into numbers.
-RouteArguments router_of(const MaybeTensor& correction, const MaybeTensor& scale, const Doubles& program,
-                         const Tensor& logits, const MaybeTensor& values, const MaybeTensor& weights,
-                         const Tensor& ids) {
-  RouteArguments in{};
-  in.tokens = logits.size(0);
-  in.experts = logits.size(1);
-  in.dtype = dtype_of(logits);
-  in.program = program_of(program);
-  in.correction = data_of(correction);
-  if (correction) in.correction_dtype = dtype_of(*correction);
-  in.scale = data_of(scale);
-  if (scale) in.scale_dtype = dtype_of(*scale);
-  in.logits = logits.data_ptr();
-  in.values = const_cast<void*>(data_of(values));
-  if (values) in.values_dtype = dtype_of(*values);
-  in.weights = const_cast<void*>(data_of(weights));
-  if (weights) in.weights_dtype = dtype_of(*weights);
-  in.ids = static_cast<int64_t*>(ids.data_ptr());
-  return in;
-}
-
 void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction, MaybeTensor scale, Doubles program,
               Tensor logits, MaybeTensor values, MaybeTensor weights, Tensor ids, int64_t stream) {
-  RouteArguments in = router_of(correction, scale, program, logits, values, weights, ids);
+  RouteArguments in = router_of(program_of(program), logits, correction, scale, values, weights, ids);
   in.depth = x.size(1);
   in.x = x.data_ptr();
   in.weight = weight.data_ptr();
@@ -172,7 +150,7 @@ void route_op(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor correction,
 
 void choose_op(Tensor logits, MaybeTensor correction, MaybeTensor scale, Doubles program, MaybeTensor values,
                MaybeTensor weights, Tensor ids, int64_t stream) {
-  require(choose(router_of(correction, scale, program, logits, values, weights, ids), stream_of(stream)));
+  require(choose(router_of(program_of(program), logits, correction, scale, values, weights, ids), stream_of(stream)));
 }
 
 // The sums of score tiles: the gradients of the routing weights.

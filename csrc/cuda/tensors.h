@@ -85,6 +85,28 @@ inline RouteProgram program_of(const Doubles& v) {
   return p;
 }
 
+// What a router gets and gives besides its product.
+inline RouteArguments router_of(const RouteProgram& program, const Tensor& logits, const MaybeTensor& correction,
+                                const MaybeTensor& scale, const MaybeTensor& values, const MaybeTensor& weights,
+                                const Tensor& ids) {
+  RouteArguments in{};
+  in.tokens = logits.size(0);
+  in.experts = logits.size(1);
+  in.dtype = dtype_of(logits);
+  in.program = program;
+  in.correction = data_of(correction);
+  if (correction) in.correction_dtype = dtype_of(*correction);
+  in.scale = data_of(scale);
+  if (scale) in.scale_dtype = dtype_of(*scale);
+  in.logits = logits.data_ptr();
+  in.values = const_cast<void*>(data_of(values));
+  if (values) in.values_dtype = dtype_of(*values);
+  in.weights = const_cast<void*>(data_of(weights));
+  if (weights) in.weights_dtype = dtype_of(*weights);
+  in.ids = static_cast<int64_t*>(ids.data_ptr());
+  return in;
+}
+
 // The weights of a block as the kernels read them.
 struct Weights {
   Weight up[2], down;

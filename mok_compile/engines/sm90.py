@@ -21,6 +21,7 @@ LAYOUTS = ("concat", "separate", "single", "interleaved")
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity", "swish")
 DTYPES = (torch.bfloat16, torch.float16)
 NUMBERS = {dtype: number for number, dtype in enumerate(sm90_router.DTYPES)}  # Dtype there
+CHOOSES_ONLY = -2  # kChoosesOnly there
 MAX_EXPERTS, MAX_TOP_K = 1023, 32
 MAX_SLOTS = 1 << 22  # tiles, tickets and rows of panels are counted in 32 bits
 FEW: bool | None = None  # whether inference takes the kernel for few tokens; None: where it pays. The bits are the same
@@ -104,6 +105,7 @@ class Sm90:
         program = sm90_router.program(router, x.dtype, None if correction is None else correction.dtype, weighs=False)
         if program is None or build.failure("sm90"):
             return routing.route(x, weight, bias, correction, router)
+        _tell_router(router, x.dtype, None if correction is None else correction.dtype, None, weighs=False)
         logits = torch.nn.functional.linear(x, weight, bias).contiguous()
         correction = None if correction is None else correction.contiguous()
         with torch.cuda.device(x.device):
@@ -119,10 +121,10 @@ class Sm90:
         program = sm90_router.program(router, x.dtype, *dtypes)
         if program is None or build.failure("sm90"):
             return routing.route_and_weigh(*operands, router)
+        _tell_router(router, x.dtype, *dtypes, weighs=True)
         bias, *vectors = [None if v is None else v.contiguous() for v in operands[2:]]
         with torch.cuda.device(x.device):
             if x.shape[0] <= sm90_router.MAX_TOKENS and _multiplies(weight):
-                _tell_router(router, x.dtype, *dtypes)
                 rest = (bias, *vectors, router, program, stream_of(x))
                 logits, _, weights, ids = sm90_router.launch(aligned(x), weight, *rest)
             else:
@@ -154,12 +156,19 @@ def _tell(spec: ExpertsSpec) -> None:
 
 
 @functools.cache
-def _tell_router(router: RouterSpec, x: torch.dtype, correction: torch.dtype | None, scale: torch.dtype | None) -> None:
-    """The same for calls with this router and operands of these dtypes."""
-    program = sm90_router.program(router, x, correction, scale)
-    dtypes = (-1 if dtype is None else NUMBERS[dtype] for dtype in (x, correction, scale, program.weights))
-    torch.ops.mok_sm90.tell_router(router.to_json(), program.numbers, *dtypes)
+def _tell_router(
+    router: RouterSpec, x: torch.dtype, correction: torch.dtype | None, scale: torch.dtype | None, *, weighs: bool
+) -> None:
+    """The same for calls with this router and operands of these dtypes, of ``mok::route_infer`` if it `weighs`, else of
+    ``mok::route``."""
+    program = sm90_router.program(router, x, correction, scale, weighs=weighs)
+    known = [-1 if dtype is None else NUMBERS[dtype] for dtype in (x, correction, scale)]
+    if not weighs:
+        known[-1] = CHOOSES_ONLY
+    out = program.weights if weighs else program.values
+    torch.ops.mok_sm90.tell_router(router.to_json(), program.numbers, *known, NUMBERS[out])
     engines.direct["sm90", "route_infer"] = torch.ops.mok_sm90.route_infer.default
+    engines.direct["sm90", "route"] = torch.ops.mok_sm90.route_train.default
 
 
 def _block(x, ids, weights, experts: Experts, where: Storage, spec: ExpertsSpec) -> tuple:
