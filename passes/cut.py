@@ -48,7 +48,7 @@ _PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT, _NUMBERS = "__mok_run__", "__mok_once__", "__mok_result__", "__mok_numbers__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
-SHADOWED = ("enumerate", "int", "zip")
+SHADOWED = ("enumerate", "int", "len", "zip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def may_cut(function: Callable) -> bool:
         return False
     names = {*function.__code__.co_names, *function.__code__.co_varnames}
     lists = {"append", "cat"} <= names and any("expert" in name for name in names)
-    stored = not _PLACES.isdisjoint(names) and {*function.__code__.co_code[::2]} >= _STORES
+    stored = any(name in _PLACES or "expert" in name for name in names) and {*function.__code__.co_code[::2]} >= _STORES
     return lists or stored or not set(_ADDS).isdisjoint(names)
 
 
@@ -107,7 +107,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
     carried -= targets
     # So is one that a function inside of this one reads, whenever that is called.
-    local = {*function.__code__.co_varnames} - {*function.__code__.co_cellvars}
+    local = {*function.__code__.co_varnames} - ({*function.__code__.co_cellvars} & _enclosed(tree, loop))
     leaks = inside.stored - local | inside.stored & _Names(_after(tree.body, loop)).loaded
     start = next(iter(carried), None) if appends and len(carried) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
@@ -123,6 +123,27 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = run(result)
     return result
+
+
+def _enclosed(tree: ast.FunctionDef, loop: ast.stmt) -> set[str]:
+    """The names in functions inside of that of `tree`, but for sums over generators in `loop`, which are over at once."""
+    summed = {generator for node in ast.walk(loop) if (generator := _summed(node)) is not None}
+    pending: list[ast.AST] = [*tree.body]
+    found = set()
+    while pending:
+        node = pending.pop()
+        if node in summed:
+            continue
+        if isinstance(node, _SCOPES):
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+def _summed(node: ast.AST) -> ast.GeneratorExp | None:
+    """The generator that `node` is Python's sum of."""
+    call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "sum"
+    return node.args[0] if call and node.args and isinstance(node.args[0], ast.GeneratorExp) else None
 
 
 def _has_builtins(function: types.FunctionType) -> bool:
@@ -476,16 +497,18 @@ def _assigns_names(statement: ast.stmt) -> bool:
     return all(isinstance(t, ast.Name) for t in targets)
 
 
-_FORBIDDEN = (
-    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield,
-    ast.YieldFrom, ast.Starred,
+_SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.GeneratorExp,
 )  # fmt: skip
+_FORBIDDEN = (*_SCOPES, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Starred)
 
 
 def _plain(statement: ast.stmt, total: str) -> bool:
     """Whether `statement` only computes: names nothing but local variables, and calls for no effect but in-place ops of
     tensors, or to append to `total`."""
-    if any(isinstance(node, _FORBIDDEN) for node in ast.walk(statement)):
+    nodes = list(ast.walk(statement))
+    if {node for node in nodes if isinstance(node, _FORBIDDEN)} - set(map(_summed, nodes)):
         return False
     if isinstance(statement, ast.For):
         targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else [statement.target]
@@ -534,6 +557,11 @@ class _Names:
                 (self.loaded if isinstance(node.ctx, ast.Load) else self.stored).add(node.id)
             if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
                 self.loaded.add(node.target.id)
+            if isinstance(node, ast.GeneratorExp):
+                inner = _Names([node.elt, *(part for g in node.generators for part in (g.target, g.iter, *g.ifs))])
+                self.loaded |= inner.loaded - inner.stored  # whose variables are its own
+                self._nodes += inner._nodes
+                continue
             pending += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
 
     def attributes(self, owner: str) -> set[str]:

@@ -41,16 +41,30 @@ from mok_compile.passes.standins import (
     Owner,
     Split,
     Zipped,
+    length_of,
     number_of,
     numbered,
     zipped,
 )
-from mok_compile.passes.turn import Dropped, Occupied, Passed, Symbolic, TurnFacts, Used, not_from_0
+from mok_compile.passes.turn import (
+    ChosenAt,
+    Dropped,
+    Hit,
+    Occupied,
+    Passed,
+    Symbolic,
+    TurnFacts,
+    Used,
+    not_from_0,
+)
 from mok_compile.passes.view import Cell, Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
 _WHOLE = (torch.int32, torch.int64)  # dtypes of counts that Python adds up
+# Of the answers to a question: those that turn it around, and those that do not.
+_FLIPS = (aten.eq.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.logical_not.default, aten.bitwise_not.default)
+_KEEPS = (aten.gt.Scalar, aten.ge.Scalar, aten.ne.Scalar, aten._to_copy.default)
 _SAME = (
     *(aten._to_copy.default, aten.alias.default, aten.detach.default),
     *(aten.view.default, aten._unsafe_view.default),
@@ -161,6 +175,8 @@ def _prove(
         changed = effects.undo()
     if changed:
         raise Break("mutation", "the loop changes more than tensors: an attribute, a list, the random numbers' state")
+    if not idle.asked <= turn.asked:
+        raise Break("data-dependent", "what an expert without tokens does depends on something else than that")
     if not idle.unchanged(nothing):
         raise Break("no-match", "an expert without tokens changes the result")
     return turn.conclude(result, known)
@@ -170,6 +186,19 @@ def _without(value: Value, ops: tuple) -> Value:
     while value.op in ops:
         value = value.args[0]
     return value
+
+
+def _writes_nothing(node: fx.Node) -> bool:
+    """Whether this in-place op leaves its tensor as it is: adds no rows, or zero times something, or copies it."""
+    given = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    if node.target in (aten.index_add_.default, aten.index_put_.default):
+        return given[2].dim() > 0 and same(given[2].shape[0], 0)
+    if node.target is aten.add_.Tensor:
+        return node.args[1].target in (aten.mul.Tensor, aten.mul.Scalar) and 0 in node.args[1].args
+    if node.target is aten.copy_.default:
+        place, source = ((t.shape, t.stride(), t.storage_offset(), _memory(t)) for t in given[:2])
+        return place == source
+    return False
 
 
 class Pinned(Exception):
@@ -197,6 +226,7 @@ class Turn:
         self._counted: torch.Tensor | None = None
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self.looked_up: list[torch.Tensor] = []  # of which the turn takes its expert's entry as the number of its rows
+        self._answers: list[tuple[fx.Node, bool]] = []  # that the turn got when it asked whether its expert has rows
         self.picked_of: set[int] = set()  # how many experts there are where the turn takes its own from
         self._total: Any = None
         self._known = Known()
@@ -213,6 +243,7 @@ class Turn:
             "__mok_once__": self._once,
             "__mok_numbers__": self._numbers,
             "int": number_of,
+            "len": length_of,
             "enumerate": numbered,
             "zip": zipped,
         }
@@ -229,18 +260,30 @@ class Turn:
             raise Break("data-dependent", f"the loop does something unusual: {type(error).__name__}: {error}") from None
 
     def unchanged(self, result: torch.Tensor | None) -> bool:
-        """Whether nothing but rows that are none were added."""
+        """Whether nothing but rows that are none were added, or zeros."""
         if self.cut.appends:
             return result is None or same(result.shape[0], 0)
         memory = _memory(self._total)
-        for node in self.recorder.graph.nodes:
-            written = node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-            if written and _memory(node.args[0].meta["example_value"]) == memory:
-                adds = (aten.index_add_.default, aten.index_put_.default)
-                rows = node.args[2].meta["example_value"] if node.target in adds else None
-                if rows is None or not same(rows.shape[0], 0):
-                    return False
-        return result is self._total
+        written = (n for n in self.recorder.written() if _memory(n.args[0].meta["example_value"]) == memory)
+        return result is self._total and all(map(_writes_nothing, written))
+
+    def answer(self, asked: torch.Tensor) -> bool:
+        """Whether the number `asked` is not zero, if it says whether the turn's expert has rows: `conclude` makes sure."""
+        node = self.recorder.node(asked)
+        if node is None or self.recorder.rows is None:
+            raise Break("data-dependent", "the loop waits for a value that only the data tells")
+        negated, chain = False, node
+        while chain.op == "call_function" and chain.target in (*_FLIPS, *_KEEPS):
+            negated, chain = negated != (chain.target in _FLIPS), chain.args[0]
+        answer = (self.rows == 0) == negated
+        self._answers.append((node, negated))
+        return answer
+
+    @property
+    def asked(self) -> set:
+        """What the course of the turn may depend on, as another recording of it has it too."""
+        nodes = [node for node, _ in self._answers] + [self.recorder.node(t) for t in self.looked_up]
+        return {self.recorder.origin(node) for node in (*nodes, *self.recorder.places)}
 
     def conclude(self, result: torch.Tensor | None, known: Known) -> Part:
         """What the recorded turn means."""
@@ -267,6 +310,7 @@ class Turn:
             self._check_base(view, facts, fact.base)
         self._check_all_hit(view, facts, fact.rows.ids)
         self._check_counts(view, facts, fact.rows.ids)
+        self._check_answers(view, facts, fact.rows.ids)
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
@@ -309,6 +353,26 @@ class Turn:
             fact = facts.of(view.value(self.recorder.node(tensor)))
             if not isinstance(fact, Used) or fact.ids is not ids or fact.num_experts < self.range[1]:
                 raise Break("no-match", "the loop skips experts by numbers that are not proven to count their rows")
+
+    def _check_answers(self, view: View, facts: TurnFacts, ids: Value) -> None:
+        """What a loop asks, and places that it looks for, must be those of the rows of its expert by these `ids`."""
+        for node, negated in self._answers:
+            if facts.of(view.value(node)) != Hit(ids, negated) or view.cells[node].value is not view.value(node):
+                raise Break("data-dependent", "the loop asks for something else than whether an expert has rows")
+        for node in self.recorder.places:
+            fact = facts.of(view.value(node))
+            if not isinstance(fact, ChosenAt) or fact.ids is not ids:
+                raise Break("data-dependent", "the loop asks for other places than those of its expert's rows")
+
+    def num_experts(self) -> int:
+        """How many experts there are in the lists that the loop reads, or in the parameters that are stacked."""
+        held = [getattr(self.owner, name, None) for name in self.cut.reads]
+        lists = {len(h) for h in held if isinstance(h, (torch.nn.ModuleList, torch.nn.ModuleDict))}
+        stacks = {h.shape[0] for h in held if isinstance(h, torch.nn.Parameter) and h.dim() == 3}
+        sizes = lists or stacks
+        if len(sizes) != 1:
+            raise Break("data-dependent", "the loop goes over numbers of which nothing is known")
+        return sizes.pop()
 
     def _check_untouched(self, view: View, final: fx.Node) -> None:
         """Nothing but the total may be written into."""
@@ -422,13 +486,15 @@ class Turn:
             raise Break("data-dependent", f"the loop goes over a {type(items).__name__}")
         if self.range is None:
             raise _Domain(size)
-        self.recorder.rows = self.rows
+        self.recorder.rows = self.recorder.size() if self.rows is None else self.rows
         yield make(Index(*self.range, dims))
         self.recorder.rows = None
 
     def _hit_size(self) -> int:
         """Of how many experts the loop asks which were hit."""
         for node in reversed(self.recorder.graph.nodes):
+            if node.target is loop_ops.unique.default:
+                return self.num_experts()
             if node.target is loop_ops.nonzero.default:
                 shape = node.args[0].meta["example_value"].shape
                 if len(shape) == 1 and isinstance(shape[0], int):

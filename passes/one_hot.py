@@ -35,6 +35,13 @@ def is_one_hot(node: fx.Node) -> bool:
 
 def is_distinct(node: fx.Node) -> bool:
     """Whether no two integers in a row of the last dimension are known to be alike: the places of top-k."""
+    while name_of(node) in _KEEPS_ROWS and _is_number(node) and not _written({node}):
+        before, width = node.args[0], _example(node).shape[-1:]
+        if not isinstance(before, fx.Node) or _example(before) is None or not width:
+            return False
+        if not _example(before).dim() or not same(_example(before).shape[-1], width[0]):
+            return False
+        node = before
     if not _is_number(node) or node.target is not operator.getitem or node.args[1] != 1 or _written({node}):
         return False
     choice = node.args[0]
@@ -109,5 +116,6 @@ def _binary(value: Value, facts: Facts) -> bool:
     return (value.op in (*_COPIES, *_SHAPES) and _binary(value.args[0], facts)) or _single(value, facts)
 
 
+_KEEPS_ROWS = ("reshape", "view", "contiguous", "flatten")
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
 _SHAPES = (aten.view.default, aten._unsafe_view.default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mok_compile.passes.rules import Break
 
@@ -25,7 +25,8 @@ lib.define("equal(Tensor ids) -> Tensor")  # ids == e
 lib.define("segment(Tensor rows, SymInt n) -> Tensor")  # the n rows of the expert, where all are sorted by expert
 lib.define("joined(Tensor result, Tensor rows) -> Tensor")  # what all turns make of their `rows`, one after the other
 lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
-lib.define("tally(Tensor ids, int n) -> Tensor")  # how many entries each of the first n experts has
+lib.define("tally(Tensor ids, SymInt n) -> Tensor")  # how many entries each of the first n experts has
+lib.define("unique(Tensor ids, SymInt n) -> Tensor")  # the n numbers that stand there, each once
 lib.define("dropout(Tensor rows, float rate, int draw) -> Tensor")  # the draws of a turn are numbered
 _FAKES: dict[str, Callable] = {
     "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
@@ -35,17 +36,20 @@ _FAKES: dict[str, Callable] = {
     "joined": lambda result, rows: result.new_empty((rows.shape[0], *result.shape[1:])),
     "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
     "tally": lambda ids, n: ids.new_empty((n,), dtype=torch.int64),
+    "unique": lambda ids, n: ids.new_empty((n,)),
     "dropout": lambda rows, rate, draw: torch.empty_like(rows),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"mok_loop::{_name}", _fake, lib=lib)
 
+_BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _IGNORED = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride")
 
 
 class Recorder(TorchDispatchMode):
     """Records while it is entered. `sources` says where each placeholder comes from; real tensors that turn up become
-    placeholders with themselves as source. Every ``nonzero`` finds `rows` places, or some unknown number of them."""
+    placeholders with themselves as source. Every ``nonzero`` finds `rows` places, or some unknown number of them.
+    Masks that index are spelled out as such places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +57,8 @@ class Recorder(TorchDispatchMode):
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
         self.sources: dict[str, Any] = {}
-        self.rows: int | None = None
+        self.rows: int | torch.SymInt | None = None
+        self.places: list[fx.Node] = []  # that were looked for while `rows` said how many there are
         self._nodes: dict[int, fx.Node] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._sizes: dict[Any, fx.Node] = {}
@@ -63,6 +68,33 @@ class Recorder(TorchDispatchMode):
     def node(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node that returned `tensor`."""
         return self._nodes.get(id(tensor))
+
+    def written(self) -> Iterator[fx.Node]:
+        """The nodes that write into a tensor."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+                yield node
+
+    def origin(self, node: fx.Node) -> Any:
+        """How the tensor of `node` was computed, in terms that another recording shares. How many rows there were is
+        left out. None if something was written into a tensor that it was computed from."""
+        behind, pending = {node}, [node]
+        while pending:
+            new = {n for n in pending.pop().all_input_nodes if n not in behind}
+            behind |= new
+            pending += new
+        memory = {m for n in behind for m in _memory(n)}
+        if any(not memory.isdisjoint(_memory(n.args[0])) for n in self.written()):
+            return None, node
+        return self._told(node)
+
+    def _told(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            source = self.sources.get(node.name)
+            return id(source) if isinstance(source, torch.Tensor) else source
+        args = node.args[:1] if node.target is torch.ops.mok_loop.nonzero.default else node.args
+        told = tree_map(lambda a: self._told(a) if isinstance(a, fx.Node) else a, (args, node.kwargs))
+        return node.target, str(told)
 
     def empty(self, shape: tuple, like: torch.Tensor, source: Any) -> torch.Tensor:
         """A new placeholder with the dtype and device of `like`."""
@@ -85,9 +117,14 @@ class Recorder(TorchDispatchMode):
         if func._schema.name in _IGNORED:
             with self.mode:
                 return func(*args, **kwargs)
+        if func in _BY_INDEX:
+            args = (args[0], self._placed(args[1]), *args[2:])
         if func is aten.nonzero.default:
             rows = self.size() if self.rows is None else self.rows
             func, args = torch.ops.mok_loop.nonzero.default, (args[0], rows)
+        if func is aten._unique2.default and not any(args[2:]) and not any(kwargs.values()):
+            found = self.__torch_dispatch__(torch.ops.mok_loop.unique.default, (), (args[0], self.size()))
+            return found, found.new_empty(0), found.new_empty(0)  # of which nobody gets to see the last two
         if func is aten.bincount.default and len(args) == 3 and args[1] is None and args[2] > 0:
             func, args = torch.ops.mok_loop.tally.default, (args[0], args[2])
         if torch.Tag.data_dependent_output in func.tags:
@@ -99,6 +136,8 @@ class Recorder(TorchDispatchMode):
         given = tree_map(self._given, (args, kwargs))
         node = self.graph.call_function(func, *given)
         node.meta["example_value"] = out
+        if func is torch.ops.mok_loop.nonzero.default and self.rows is not None:
+            self.places.append(node)
         if isinstance(out, torch.Tensor):
             self._keep(out, node)
         elif isinstance(out, (list, tuple)):
@@ -106,6 +145,17 @@ class Recorder(TorchDispatchMode):
                 if isinstance(entry, torch.Tensor):
                     self._keep(entry, self.graph.call_function(operator.getitem, (node, i)))
         return out
+
+    def _placed(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """`indices` with the places of its masks instead of them."""
+        placed: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                placed.append(index)
+                continue
+            places = self.__torch_dispatch__(aten.nonzero.default, (), (index,))
+            placed += self.__torch_dispatch__(aten.unbind.int, (), (places, 1))
+        return placed
 
     def _given(self, argument: Any) -> Any:
         """An argument as the graph has it: tensors and sizes as nodes."""
@@ -138,3 +188,8 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled() != self._grad:
             self._grad = torch.is_grad_enabled()
             self.graph.call_function(torch._C._set_grad_enabled, (self._grad,))
+
+
+def _memory(node: fx.Node) -> set[int]:
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}

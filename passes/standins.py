@@ -7,7 +7,7 @@ the proof: nothing that a turn does may depend on which expert it is for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,12 @@ class Index:
 
 def number_of(value: Any = 0, *args) -> Any:
     """Stands for `int`."""
-    return value.item() if isinstance(value, (Index, Count)) else int(value, *args)
+    return value.item() if isinstance(value, (Index, Count, torch.Tensor)) else int(value, *args)
+
+
+def length_of(value: Any) -> Any:
+    """Stands for `len`, which would make a number of a size."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
 
 
 def numbered(items: Any, start: int = 0) -> Any:
@@ -341,17 +346,23 @@ class Expert:
     def __init__(self, turn: Turn, container: str, keys: tuple, members: list[torch.nn.Module]) -> None:
         self._turn, self._container, self._keys, self._members = turn, container, keys, members
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (self._picked(name, parameter) for name, parameter in self._members[0].named_parameters())
+
+    def _picked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        source = Members(self._container, self._keys, name)
+        bank = self._turn.recorder.empty((len(self._members), *tensor.shape), tensor, source)
+        return loop_ops.pick(bank, False)
+
     def __call__(self, *args, **kwargs):
-        first, count, recorder = self._members[0], len(self._members), self._turn.recorder
+        first = self._members[0]
         check_calm(first)
         picked = {}
         for path, module in first.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                bank = recorder.empty((count, *tensor.shape), tensor, Members(self._container, self._keys, full))
-                picked[full] = loop_ops.pick(bank, False)
+                if tensor is not None:
+                    full = f"{path}.{name}" if path else name
+                    picked[full] = self._picked(full, tensor)
         given = dict(picked)
         # Weights that are tied in the first expert need not be tied in the others.
         result = torch.func.functional_call(first, picked, args, kwargs, tie_weights=False)
@@ -401,8 +412,15 @@ class Indexing(TorchFunctionMode):
             return loop_ops.equal(args[0])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and isinstance(args[1].stop, Edge):
             return self._segment(args[0], args[1])
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(map(_listed, args[1])))
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], Numbers):
+            args = (args[0], _listed(args[1]))
         if func is torch.Tensor.numpy:
             return Numbers(args[0], self.turn)
+        if func in (torch.Tensor.__bool__, torch.Tensor.item) and args[0].numel() == 1:
+            hit = self.turn.answer(args[0])
+            return hit if func is torch.Tensor.__bool__ or args[0].dtype == torch.bool else Count(not hit)
         if func is torch.nn.functional.dropout:
             return self._dropout(func, *args, **kwargs)
         with decomposed(getattr(func, "__name__", "")):
@@ -423,15 +441,24 @@ class Indexing(TorchFunctionMode):
         if key != slice(Edge(), Edge(True)) or (self.turn.segmented is not None and self.turn.segmented is not tensor):
             raise Break("no-match", "the loop takes rows that are not proven to be its expert's")
         self.turn.segmented = tensor
-        return loop_ops.segment(tensor, self.turn.recorder.size() if self.turn.rows is None else self.turn.rows)
+        return loop_ops.segment(tensor, self.turn.recorder.rows)
 
     def _pick_at(self, tensor: torch.Tensor, keys: tuple, places: list[int]) -> torch.Tensor:
-        rows, rest = keys[0], keys[2:]
+        rows, rest = _listed(keys[0]), keys[2:]
         if places != [1] or not isinstance(rows, torch.Tensor) or any(key is not None for key in rest):
             raise Break("no-match", "the loop picks numbers of an expert in an unusual way")
         if tensor.dim() != 2 or tensor.shape[1] < keys[1].hi:
             raise Break("shape", "an expert has no column of its own")
+        if rows.dtype == torch.bool:
+            if rows.dim() != 1:
+                raise Break("no-match", "the loop picks numbers of an expert in an unusual way")
+            rows = rows.nonzero().squeeze(1)
         found = loop_ops.pick_at(tensor, rows)
         for _ in rest:
             found = found.unsqueeze(-1)
         return found
+
+
+def _listed(key: Any) -> Any:
+    """Numbers that index a tensor do so as the tensor that they are from."""
+    return key.tensor if isinstance(key, Numbers) and not key.tensor.dtype.is_floating_point else key

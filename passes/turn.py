@@ -6,7 +6,8 @@ own, its matrix as that of all experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,29 @@ class Choice(Fact):
 
 @dataclass(frozen=True)
 class Mine(Fact):
-    """`Choice` of the turn's expert."""
+    """`Choice` of the turn's expert. Several axes "t" are one, in row-major order. With `merged`, whether any of the
+    token's slots goes there."""
 
     ids: Value
     axes: tuple[str, ...]
+    merged: bool = False
+
+
+@dataclass(frozen=True)
+class Hit(Fact):
+    """One number: whether the turn's expert has a row, or how many; `negated`: whether it has none."""
+
+    ids: Value
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class MyShare(Fact):
+    """[T, K], or [T] where `summed`: the routing weights of the slots that go to the turn's expert, zeros elsewhere."""
+
+    ids: Value
+    weights: Value
+    summed: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,11 +90,30 @@ class Occupied(Fact):
 
 @dataclass(frozen=True)
 class ChosenAt(Fact):
-    """[n, axes]: where the turn's expert is chosen."""
+    """[n, axes]: where the turn's expert is chosen; `sizes` of these axes."""
 
     ids: Value
     order: str
     axes: tuple[str, ...]
+    sizes: tuple
+
+
+@dataclass(frozen=True)
+class Part(Fact):
+    """One of several indices that are the tokens of the expert's rows together: number `place`, of dimensions that are
+    as large as `sizes`."""
+
+    token: Token
+    place: int
+    sizes: tuple
+
+
+@dataclass(frozen=True)
+class Marks(Fact):
+    """[n, K]: at each of the expert's rows, which of its token's slots go there: one."""
+
+    ids: Value
+    order: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +229,7 @@ class TurnFacts(Facts):
                 self._break(value, stop)
                 return
             if fact is not None:
-                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed, Dropped)):
+                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed, Dropped, MyShare)):
                     self._break(value, Break("no-match", "gradients are switched off inside the loop"))
                 else:
                     self._of[value] = fact
@@ -224,8 +263,16 @@ def _one_hot(facts, value, a, b):
 
 @_own(loop_ops.equal.default)
 def _equal(facts, value, ids):
-    axes = {1: ("t",), 2: ("t", "k")}.get(len(ids.meta.shape))
-    return Mine(ids, axes) if axes and _integer(ids) else None
+    axes = {1: ("t",), 2: ("t", "k"), 3: ("t", "t", "k")}.get(len(ids.meta.shape))
+    if not axes or not _integer(ids):
+        return None
+    return Mine(_flat(facts, ids) if len(axes) == 3 else ids, axes)
+
+
+def _flat(facts: TurnFacts, tensor: Value) -> Value:
+    """`tensor` with one dimension for all but the last."""
+    *sizes, last = tensor.meta.shape
+    return facts.derived(aten.view.default, (tensor, (-1, last)), tensor, (math.prod(sizes), last))
 
 
 @_own(aten._to_copy.default)
@@ -233,7 +280,7 @@ def _copy(facts, value, a, *, dtype=None, device=None, **kwargs):
     fact = facts.of(a)
     if device is not None and value.meta.device != a.meta.device:
         return None
-    if isinstance(fact, (Choice, Mine)) or (isinstance(fact, Used) and _holds_counts(value)):
+    if isinstance(fact, (Choice, Mine, Marks)) or (isinstance(fact, (Used, Hit)) and _holds_counts(value)):
         return fact
     if isinstance(fact, RowWeight) and isinstance(fact.weights, Value) and value.meta.dtype.is_floating_point:
         args = (fact.weights, value.meta.dtype)
@@ -270,6 +317,11 @@ def _permute(facts, value, a, *dims):
 @_own(aten.sum.dim_IntList)
 def _sum(facts, value, a, dim, keepdim=False, **kwargs):
     fact = facts.of(a)
+    if isinstance(fact, MyShare):
+        last = dim is not None and [d % len(a.meta.shape) for d in dim] == [1] and not (keepdim or fact.summed)
+        return replace(fact, summed=True) if last and value.meta.dtype == a.meta.dtype else None
+    if isinstance(fact, Mine):
+        return _merged(fact, dim, keepdim) if _holds_counts(value) else None
     if not isinstance(fact, Choice) or keepdim or dim is None:
         return None
     left = [axis for i, axis in enumerate(fact.axes) if i not in [d % len(fact.axes) for d in dim]]
@@ -293,7 +345,36 @@ def _tally(facts, value, ids, n):
 def _positive(facts, value, a, number):
     fact = facts.of(a)
     least = 1 if value.op is aten.ge.Scalar else 0
-    return fact if isinstance(fact, Used) and number == least else None
+    return fact if isinstance(fact, (Used, Hit, Mine)) and number == least else None
+
+
+@_own(aten.eq.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.logical_not.default, aten.bitwise_not.default)
+def _none(facts, value, a, number=None):
+    fact = facts.of(a)
+    least = {aten.eq.Scalar: 0, aten.lt.Scalar: 1, aten.le.Scalar: 0}.get(value.op)
+    flipped = a.meta.dtype == torch.bool if least is None else a.meta.dtype != torch.bool
+    return replace(fact, negated=not fact.negated) if isinstance(fact, Hit) and flipped and number == least else None
+
+
+@_own(aten.any.default, aten.sum.default, aten.count_nonzero.default)
+def _hit(facts, value, a, **kwargs):
+    fact = facts.of(a)
+    return Hit(fact.ids) if isinstance(fact, Mine) and _holds_counts(value) else None
+
+
+@_own(aten.any.dim, aten.any.dims)
+def _any(facts, value, a, dim=None, keepdim=False):
+    fact = facts.of(a)
+    return _merged(fact, dim, keepdim) if isinstance(fact, Mine) else None
+
+
+def _merged(fact: Mine, dim: int | Sequence[int] | None, keepdim: bool) -> Mine | None:
+    """`fact` where all slots of a token are one."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    gone = [fact.axes[d] for d in dims]
+    if keepdim or gone != ["k"]:
+        return None
+    return Mine(fact.ids, tuple(axis for axis in fact.axes if axis != "k"), True)
 
 
 @_own(loop_ops.nonzero.default)
@@ -301,7 +382,21 @@ def _nonzero(facts, value, mask, n):
     fact = facts.of(mask)
     if isinstance(fact, Used):
         return Occupied(fact.ids, fact.num_experts)
-    return ChosenAt(fact.ids, f"places {value.number}", fact.axes) if isinstance(fact, Mine) else None
+    if not isinstance(fact, Mine):
+        return None
+    if fact.merged and not facts.turn.is_distinct(fact.ids):
+        raise Break("no-match", "a token may go to one expert twice, and would be counted once")
+    # The places of two masks are in the same order if they run through tokens and slots alike.
+    axes = [axis for axis in fact.axes if axis != "1"]
+    order = "slot by slot" if axes[0] == "k" else "token by token"
+    return ChosenAt(fact.ids, order, fact.axes, mask.meta.shape)
+
+
+@_own(loop_ops.unique.default)
+def _unique(facts, value, ids, n):
+    if not facts.turn.is_distinct(ids):
+        raise Break("no-match", "the loop goes over numbers that are not proven to be those of a top-k choice")
+    return Occupied(ids, facts.turn.num_experts())
 
 
 @_own(aten.unbind.int)
@@ -328,14 +423,20 @@ def _column(facts: Facts, a: Value, dim: int, index: int) -> Fact | None:
     axis, (_, *slots) = fact.axes[index], fact.ids.meta.shape
     if slots and not isinstance(slots[0], int):
         raise Symbolic(slots[0])
+    token = Token(fact.ids, fact.order, *(slots or [1]))
+    if axis == "t" and fact.axes.count("t") > 1:
+        place = fact.axes[: index % len(fact.axes)].count("t")
+        return Part(token, place, tuple(size for a, size in zip(fact.axes, fact.sizes, strict=True) if a == "t"))
     if axis == "t":
-        return Token(fact.ids, fact.order, *(slots or [1]))
+        return token
     return Slot(fact.ids, fact.order) if axis == "k" else None
 
 
 @_own(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.alias.default)
 def _narrow(facts, value, a, *args, **kwargs):
     fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if isinstance(fact, ChosenAt):  # of one dimension: a single column
+        return _column(facts, a, 1, 0) if len(old) == 2 and same(old[1], 1) and len(new) == 1 else None
     if isinstance(fact, (Choice, Mine)) and len(new) < len(old):
         dims = [args[0]] if isinstance(args[0], int) else list(args[0]) if args else None
         if dims is None:
@@ -345,7 +446,8 @@ def _narrow(facts, value, a, *args, **kwargs):
             return None
         return replace(fact, axes=tuple(axis for i, axis in enumerate(fact.axes) if i not in dims))
     whole = len(old) == len(new) and all(map(same, old, new))
-    return fact if whole and isinstance(fact, (Choice, Mine, Used, Occupied, Member)) else None
+    kept = Choice | Mine | Used | Occupied | Member | Token | Pointwise | RowWeight
+    return fact if whole and isinstance(fact, kept) else None
 
 
 @_own(loop_ops.pick.default)
@@ -398,9 +500,23 @@ def _pick_at(facts, value, table, rows):
     return RowWeight(weights, by.ids, by.order)
 
 
+@_own(aten.index_select.default)
+def _index_select(facts, value, a, dim, index):
+    return _index(facts, value, a, (index,)) if dim % max(1, len(a.meta.shape)) == 0 else None
+
+
 @_own(aten.index.Tensor)
 def _index(facts, value, a, indices):
     by = [facts.of(i) if isinstance(i, Value) else i for i in indices]
+    if by and all(isinstance(fact, Part) for fact in by):
+        token = _parts(by)
+        whole = token is not None and len(a.meta.shape) == len(by) + 1 and all(map(same, a.meta.shape, by[0].sizes))
+        if not whole:
+            return None
+        places = facts.assumed(indices[0], token)
+        return RULES[aten.index.Tensor](facts, value, _flat(facts, a), (places,))
+    if len(by) == 1 and isinstance(by[0], Token) and isinstance(facts.of(a), (Mine, MyShare)):
+        return _mine_at(facts, facts.of(a), by[0]) if len(indices[0].meta.shape) == 1 else None
     if len(by) == 2 and by[0] is None and indices[0] is None and isinstance(by[1], Token):
         if a.op is not aten.unsqueeze.default or a.args[1] % len(a.meta.shape) != 0:
             return None
@@ -409,6 +525,8 @@ def _index(facts, value, a, indices):
     if len(by) == 1 and isinstance(by[0], Token) and len(by[0].ids.meta.shape) == 1:
         return _one_each(facts, a, by[0])
     if len(by) == 2 and isinstance(by[0], Token) and isinstance(by[1], Slot):
+        if len({len(index.meta.shape) for index in indices}) > 1:
+            return None  # a row for each pair
         ids, weights = by[0].ids, a
         while weights.op is aten.unsqueeze.default and weights.args[1] in (-1, len(weights.meta.shape) - 1):
             weights = weights.args[0]
@@ -421,6 +539,41 @@ def _index(facts, value, a, indices):
             return None
         return RowWeight(weights, ids, by[0].order) if facts.of(weights) is None else None
     return None
+
+
+def _parts(by: Sequence[Part]) -> Token | None:
+    """The token index that `by` are together."""
+    whole = len({(part.token, part.sizes) for part in by}) == 1 and [p.place for p in by] == [*range(len(by[0].sizes))]
+    return by[0].token if whole else None
+
+
+def _mine_at(facts: TurnFacts, fact: Mine | MyShare, by: Token) -> Marks | RowWeight | None:
+    """What `fact` says at the rows of the expert."""
+    slots = isinstance(fact, Mine) and fact.axes == ("t", "k")
+    if by.ids is not fact.ids or not (slots or getattr(fact, "summed", False)):
+        return None
+    if not facts.turn.is_distinct(fact.ids):
+        raise Break("no-match", "a token may go to one expert twice, and the two would be taken for one")
+    return Marks(fact.ids, by.order) if slots else RowWeight(fact.weights, fact.ids, by.order)
+
+
+@_own(aten.argmax.default)
+def _argmax(facts, value, a, dim=None, keepdim=False):
+    fact = facts.of(a)
+    return Slot(fact.ids, fact.order) if isinstance(fact, Marks) and dim in (1, -1) else None
+
+
+@_own(aten.gather.default)
+def _gather(facts, value, a, dim, index, **kwargs):
+    """``weights[tokens].gather(1, slots)``."""
+    rows, slot = facts.of(a), facts.of(index)
+    if not isinstance(rows, Rows) or not isinstance(slot, Slot) or dim % 2 != 1 or not same(index.meta.shape[1], 1):
+        return None
+    weights = rows.x
+    plain = rows.weight is None and rows.dtypes == {weights.meta.dtype} and facts.of(weights) is None
+    fits = len(weights.meta.shape) == 2 and all(map(same, weights.meta.shape, slot.ids.meta.shape))
+    alike = (rows.ids, rows.order) == (slot.ids, slot.order)
+    return RowWeight(weights, slot.ids, slot.order) if plain and fits and alike else None
 
 
 def _one_each(facts: TurnFacts, a: Value, by: Token) -> RowWeight | None:
@@ -436,8 +589,15 @@ def _one_each(facts: TurnFacts, a: Value, by: Token) -> RowWeight | None:
 @_own(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(facts, value, a, shape):
     fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
+    if isinstance(fact, ChosenAt):
+        return _narrow(facts, value, a)
+    if isinstance(fact, Mine) and len(new) < len(old):
+        tokens = fact.axes.count("t")
+        rest = fact.axes[tokens:]
+        flat = fact.axes[:tokens] == ("t",) * tokens and len(new) == 1 + len(rest) and all(map(same, new[1:], old[tokens:]))
+        return replace(fact, axes=("t", *rest)) if flat else None
     if len(old) == len(new) and all(map(same, old, new)):
-        return fact if isinstance(fact, (Member, Staged)) else None
+        return fact if isinstance(fact, (Member, Staged, Mine)) else None
     return fact.inner if isinstance(fact, Staged) and len(new) == len(old) - 1 and same(new[-1], old[-1]) else None
 
 
@@ -537,8 +697,7 @@ def _add(facts, value, a, b, alpha=1):
     for x, y in ((a, b), (b, a)):
         fact, member = facts.of(x), facts.of(y)
         if isinstance(fact, Pointwise) and isinstance(member, Rows) and alpha == 1 and y.op is aten.index.Tensor:
-            (index,) = y.args[1]
-            own = isinstance(facts.of(index), Token) and facts.turn.is_start(y.args[0])
+            own = isinstance(facts.of(y.args[1][0]), (Token, Part)) and facts.turn.is_start(y.args[0])
             if own and (member.ids, member.order, member.k) == (fact.ids, fact.order, fact.k):
                 return Onto(fact, y.args[0])
         if isinstance(fact, Pointwise) and isinstance(member, Member) and len(y.meta.shape) == 1 and alpha == 1:
@@ -549,10 +708,12 @@ def _add(facts, value, a, b, alpha=1):
 @_own(aten.index_put.default)
 def _index_put(facts, value, base, indices, source, accumulate=False):
     """``total[rows] += ...``, as it is spelled out."""
-    fact, by = facts.of(source), facts.of(indices[0]) if len(indices) == 1 and indices[0] is not None else None
+    fact, by = facts.of(source), [facts.of(index) for index in indices]
     if not isinstance(fact, Onto) or fact.base is not base or accumulate:
         return None
-    rows = fact.rows
+    rows, parts = fact.rows, len(base.meta.shape) == len(by) + 1 and all(isinstance(part, Part) for part in by)
+    whole = parts and all(map(same, base.meta.shape, by[0].sizes))
+    by = _parts(by) if whole else by[0] if len(by) == 1 else None
     if not isinstance(by, Token) or (by.ids, by.order, by.k) != (rows.ids, rows.order, rows.k):
         raise Break("no-match", "rows are added up by an index that is not proven to be their token")
     if rows.k > 1 and not facts.turn.is_distinct(rows.ids):
@@ -562,8 +723,13 @@ def _index_put(facts, value, base, indices, source, accumulate=False):
 
 @_own(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(facts, value, a, b):
-    """A constant behind the routing weights belongs to them."""
+    """A constant behind the routing weights belongs to them. Weights times the expert's mask are its share."""
     fact = facts.of(a)
+    for weights, mask in ((a, facts.of(b)), (b, fact)):
+        if isinstance(mask, Mine) and (mask.axes, mask.merged) == (("t", "k"), False) and facts.of(weights) is None:
+            fits = isinstance(weights, Value) and all(map(same, weights.meta.shape, mask.ids.meta.shape))
+            kept = fits and len(weights.meta.shape) == 2 and weights.meta.dtype == value.meta.dtype
+            return MyShare(mask.ids, weights) if kept and value.meta.dtype.is_floating_point else None
     constant = isinstance(b, (int, float)) and not isinstance(b, bool)
     if not constant or not isinstance(fact, Pointwise) or fact.level < 2 or not isinstance(fact.weight, Value):
         return None

@@ -48,8 +48,8 @@ def open_doors() -> None:
             continue
         _seen.add(cls)
         for name, function in list(vars(cls).items()):
-            if _may_cut(_undecorated(function)):
-                _install(cls, name, function)
+            if _may_cut(_undecorated(function)) and _install(cls, name, function):
+                pass
             elif counts.may_count(function):
                 counts.install(cls, name, function)
             elif capture.may_fill(function):
@@ -97,13 +97,14 @@ def _undecorated(function: Any) -> Any:
     return function if _decorator(function) is None else function.__wrapped__
 
 
-def _install(cls: type, name: str, function: Callable) -> None:
+def _install(cls: type, name: str, function: Callable) -> bool:
+    """Gives the method its traced form; False where it has no loop over experts."""
     from mok_compile.passes.cut import cut
 
     decorator = _decorator(function)
     made = cut(_undecorated(function), _run)
     if made is None:
-        return
+        return False
     form = made.form if decorator is None else decorator(made.form)
 
     @functools.wraps(function)
@@ -113,6 +114,7 @@ def _install(cls: type, name: str, function: Callable) -> None:
         return function(self, *args, **kwargs)
 
     setattr(cls, name, method)
+    return True
 
 
 @torch._dynamo.assume_constant_result
@@ -123,14 +125,15 @@ def _for_us() -> bool:
 def _run(cut: Any) -> Callable[[torch.nn.Module, tuple], torch.Tensor | None]:
     """`run` for the loop of `cut`, which Dynamo itself gets to see nothing of."""
     plan_of = constant_of_module(lambda owner: _plan(cut, owner))
-    return lambda owner, live: run(plan_of, owner, live)
+    at = None if cut.appends else cut.live.index(cut.total)
+    return lambda owner, live: run(plan_of, owner, live, at)
 
 
-def run(plan_of: Callable, owner: torch.nn.Module, live: tuple) -> torch.Tensor | None:
-    """What a loop adds up in `owner`, [T, H], as one op, or what it puts into its list, one after the other; None if
-    that is not proven. Traced by Dynamo.
+def run(plan_of: Callable, owner: torch.nn.Module, live: tuple, at: int | None) -> torch.Tensor | None:
+    """What a loop adds up in `owner`, as one op, or what it puts into its list, one after the other; None if that is
+    not proven. Traced by Dynamo.
 
-    `live`: the values of the loop's local variables.
+    `live`: the values of the loop's local variables; `at`: where among them is what it adds onto.
     """
     if not torch.compiler.is_dynamo_compiling():
         return None  # Dynamo gave the form up and runs it as it is
@@ -159,6 +162,8 @@ def run(plan_of: Callable, owner: torch.nn.Module, live: tuple) -> torch.Tensor 
         x, ids, weights = _value(owner, live, x), _slots(_value(owner, live, ids)), _value(owner, live, weights)
         share = torch.where((ids >= lo) & (ids < hi), weights, 0).sum(1, keepdim=True)
         total = x * share if total is None else total + x * share
+    if at is not None and live[at].dim() != total.dim():
+        total = total.view(live[at].shape)
     if _verified():
         # The loop's variables stay in the graph for the backend to run it on.
         tensors, sizes = _leaves(live, torch.Tensor), _leaves(live, int)
@@ -206,6 +211,8 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return _attribute(owner, rest[0])
     base, *more = rest
     base = _value(owner, live, base)
+    if kind == "rows":
+        return base.reshape(-1, base.shape[-1])
     if kind == "chosen":
         hit = base != 0
         return torch.where(hit.any(-1), hit.int().argmax(-1), base.shape[-1])
@@ -432,7 +439,7 @@ def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
 
 def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     """How to compute `value`, of the recorded turn, from local variables and attributes."""
-    from mok_compile.passes.rules import Break
+    from mok_compile.passes.rules import Break, same
     from mok_compile.passes.standins import Local
     from mok_compile.passes.turn import CHOSEN, ROW_IDS
 
@@ -459,6 +466,8 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         return "gather", recipe(args[0]), recipe(args[2])
     if value.op == CHOSEN:
         return value.op, recipe(args[0])
+    if method == "view" and len(value.meta.shape) == 2 and same(value.meta.shape[1], args[0].meta.shape[-1]):
+        return "rows", recipe(args[0])
     if value.op == ROW_IDS:
         return value.op, recipe(args[0]), recipe(args[1])
     if value.op is torch.ops.mok_loop.tally.default:
