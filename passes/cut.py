@@ -87,6 +87,8 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     """
     tree = _source(function)
     found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
+    # Around the loop over the experts there may be one over a token's slots, which Dynamo goes through.
+    found = [(body, i) for body, i in found if not any(inner is not body and _holds(body[i], inner) for inner, _ in found)]
     if len(found) != 1 or not tree.args.args or not _has_builtins(function):
         return None
     body, at = found[0]
@@ -285,9 +287,14 @@ def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
     for i, statement in enumerate(body):
         if isinstance(statement, ast.For):
             yield body, i
-        elif isinstance(statement, (ast.If, ast.With)):
+        if isinstance(statement, (ast.If, ast.With, ast.For)):
             yield from _loops(statement.body)
             yield from _loops(getattr(statement, "orelse", []))
+
+
+def _holds(loop: ast.For, body: list[ast.stmt]) -> bool:
+    """Whether the statements of `body` are inside of `loop`."""
+    return not set(body).isdisjoint(_statements(loop.body))
 
 
 def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
@@ -344,7 +351,8 @@ def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
             return found
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse")]
         on_the_way = next((branch for branch in branches if loop in _statements(branch)), None)
-        if isinstance(statement, ast.With) or not any(branches):
+        entered = isinstance(statement, ast.For) and on_the_way is statement.body
+        if isinstance(statement, ast.With) or entered or not any(branches):
             found |= _Names([statement]).stored
         if on_the_way is not None:
             return found | _assigned(on_the_way, loop)
@@ -372,6 +380,9 @@ def _after(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
     """All statements that can run once `loop` is over."""
     for i, statement in enumerate(body):
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse", "finalbody")]
+        if isinstance(statement, (ast.For, ast.While)) and any(loop in _statements(branch) for branch in branches):
+            own = set(_statements([loop]))
+            return [s for s in _statements(body[i:]) if s not in own]  # the whole of its next turn comes after this
         inner = [s for branch in branches if loop in _statements(branch) for s in _after(branch, loop)]
         if statement is loop or inner or any(loop in _statements(branch) for branch in branches):
             return [*inner, *_statements(body[i + 1 :])]

@@ -9,6 +9,7 @@ the facts that prove whole graphs, and a few rules for one expert's share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,6 +189,10 @@ def _without(value: Value, ops: tuple) -> Value:
     return value
 
 
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
 def _writes_nothing(node: fx.Node) -> bool:
     """Whether this in-place op leaves its tensor as it is: adds no rows, or zero times something, or copies it."""
     given = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in node.args]
@@ -230,6 +235,8 @@ class Turn:
         self.picked_of: set[int] = set()  # how many experts there are where the turn takes its own from
         self._total: Any = None
         self._known = Known()
+        self._rows: fx.Node | None = None  # what is left of the total, [T, H]
+        self._exprs = {s.node.expr for v in live if isinstance(v, torch.Tensor) for s in v.shape if _is_symbol(s)}
         self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
 
     def run(self) -> torch.Tensor | None:
@@ -290,13 +297,13 @@ class Turn:
         self._known = known
         (lo, hi), sources = self.range, self.recorder.sources
         view = View(self._finished(result))
-        final = self.recorder.node(result)
+        final = self._rows
         if self._counted is not None:
             self.counts = view.value(self.recorder.node(self._counted))
         facts = self._facts(view)
-        self._check_untouched(view, final)
+        self._check_untouched(view, self.recorder.node(result))
         value = view.value(final)
-        if self.is_start(value):
+        if self.is_start(view.value(self.recorder.node(result))):
             return Part(lo, hi)
         fact = facts.of(value)
         if value in facts.broken:
@@ -387,6 +394,10 @@ class Turn:
         node = self.recorder.node(result) if isinstance(result, torch.Tensor) else None
         if node is None:
             raise Break("no-match", "the loop does not return what it adds onto")
+        if result.dim() > 2 and not self.cut.appends:
+            with self.recorder:
+                node = self.recorder.node(loop_ops.flat(result))
+        self._rows = node
         self.recorder.graph.output(node)
         return self.recorder.graph
 
@@ -397,6 +408,10 @@ class Turn:
 
     def is_distinct(self, value: Value) -> bool:
         """Whether `value` holds a token's expert numbers of which no two are known to be alike."""
+        while value.op in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
+            if not same(value.meta.shape[-1], value.args[0].meta.shape[-1]):
+                return False
+            value = value.args[0]
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
         return isinstance(source, Local) and source.place in self._known.distinct
 
@@ -431,11 +446,23 @@ class Turn:
         def known(size):
             if not isinstance(size, torch.SymInt):
                 return size
-            key = size.node.expr
+            return of(size.node.expr, size)
+
+        def of(key, size=None):
+            """The size of the recording for the expression `key`: where others are parts of it, their product."""
             if key.is_number:
                 return int(key)
-            if key not in sizes:
+            if key in sizes:
+                return sizes[key]
+            factor, symbols = key.as_coeff_mul()
+            parts = next((other for other in self._exprs if (key / other).is_Integer and key != other), None)
+            if self._exprs.issuperset(symbols) and key not in symbols:
+                sizes[key] = math.prod(map(of, symbols)) * int(factor)
+            elif parts is not None:
+                sizes[key] = of(parts) * int(key / parts)
+            else:
                 sizes[key] = self.recorder.size(2)
+            if size is not None:
                 self._symbols[sizes[key].node.expr] = size
             return sizes[key]
 

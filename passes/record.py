@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ lib.define("joined(Tensor result, Tensor rows) -> Tensor")  # what all turns mak
 lib.define("nonzero(Tensor mask, SymInt n) -> Tensor")  # of the n places that are not zero
 lib.define("tally(Tensor ids, SymInt n) -> Tensor")  # how many entries each of the first n experts has
 lib.define("unique(Tensor ids, SymInt n) -> Tensor")  # the n numbers that stand there, each once
+lib.define("flat(Tensor total) -> Tensor")  # with one dimension for all but the last
 lib.define("dropout(Tensor rows, float rate, int draw) -> Tensor")  # the draws of a turn are numbered
 _FAKES: dict[str, Callable] = {
     "pick": lambda bank, keepdim: bank.new_empty((1, *bank.shape[1:]) if keepdim else bank.shape[1:]),
@@ -37,6 +39,7 @@ _FAKES: dict[str, Callable] = {
     "nonzero": lambda mask, n: mask.new_empty((n, mask.dim()), dtype=torch.int64),
     "tally": lambda ids, n: ids.new_empty((n,), dtype=torch.int64),
     "unique": lambda ids, n: ids.new_empty((n,)),
+    "flat": lambda total: total.new_empty((math.prod(total.shape[:-1]), total.shape[-1])),
     "dropout": lambda rows, rate, draw: torch.empty_like(rows),
 }
 for _name, _fake in _FAKES.items():

@@ -489,6 +489,12 @@ def _joined(facts, value, result, rows):
     return Combined(fact, None)
 
 
+@_own(loop_ops.flat.default)
+def _flattened(facts, value, total):
+    fact = facts.of(total)
+    return fact if isinstance(fact, (Combined, Passed, Dropped)) else None
+
+
 @_own(loop_ops.pick_at.default)
 def _pick_at(facts, value, table, rows):
     by = facts.of(rows)

@@ -460,6 +460,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         aten.squeeze.dim: "squeeze",
         aten._to_copy.default: "to",
         aten.slice.Tensor: "narrow",
+        aten.select.int: "select",
         aten.mul.Tensor: "mul",
     }.get(value.op)
     if value.op is aten.gather.default and value.number < 0:
@@ -481,6 +482,8 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     if value.op is aten._to_copy.default:
         return method, recipe(args[0]), value.meta.dtype
     if value.op in (aten.slice.Tensor, aten.mul.Tensor, aten.squeeze.dim) and value.number < 0:
+        return method, recipe(args[0]), *args[1:]
+    if method == "select":
         return method, recipe(args[0]), *args[1:]
     if method in ("view", "transpose", "unsqueeze") and not any(isinstance(a, torch.SymInt) for a in value.meta.shape):
         return method, recipe(args[0]), *args[1:]
