@@ -30,8 +30,9 @@ import torch
 # Calls of statements before a loop that prepare it: which experts are hit, which tokens are theirs. This only bounds
 # what is cut out with the loop; what it means is proven.
 _PREPARES = {
-    "arange", "argwhere", "bincount", "bool", "cpu", "flatten", "greater", "gt", "int", "len", "long", "ne", "nonzero",
-    "numpy", "one_hot", "permute", "reshape", "sum", "t", "tolist", "transpose", "unique", "unsqueeze", "view",
+    "arange", "argsort", "argwhere", "bincount", "bool", "cpu", "cumsum", "flatten", "greater", "gt", "int", "len",
+    "long", "ne", "nonzero", "numpy", "one_hot", "permute", "reshape", "sum", "t", "tolist", "transpose", "unique",
+    "unsqueeze", "view",
 }  # fmt: skip
 # Of these, those that make the counts of a loop that appends, and those at which the graph breaks there.
 _COUNTING = {"bincount", "cpu", "numpy", "sum", "tolist"}
@@ -42,11 +43,12 @@ _HARMLESS = {
     "max", "min", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip",
 }  # fmt: skip
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
-_ADDS = ("index_add_", "index_add")
+_ADDS = ("index_add_", "scatter_add_", "scatter_reduce_")
 # What a loop calls and does that adds with ``total[rows] += ...``.
 _PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
-_RUN, _ONCE, _RESULT, _NUMBERS = "__mok_run__", "__mok_once__", "__mok_result__", "__mok_numbers__"
+_RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
+_NUMBERS, _BEFORE = "__mok_numbers__", "__mok_before__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
 SHADOWED = ("enumerate", "int", "len", "zip")
 
@@ -88,7 +90,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     tree = _source(function)
     found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
     # Around the loop over the experts there may be one over a token's slots, which Dynamo goes through.
-    found = [(body, i) for body, i in found if not any(inner is not body and _holds(body[i], inner) for inner, _ in found)]
+    found = [(body, i) for body, i in found if not any(_holds(body[i], inner) for inner, _ in found)]
     if len(found) != 1 or not tree.args.args or not _has_builtins(function):
         return None
     body, at = found[0]
@@ -111,7 +113,8 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     # So is one that a function inside of this one reads, whenever that is called.
     local = {*function.__code__.co_varnames} - ({*function.__code__.co_cellvars} & _enclosed(tree, loop))
     leaks = inside.stored - local | inside.stored & _Names(_after(tree.body, loop)).loaded
-    start = next(iter(carried), None) if appends and len(carried) == 1 else None
+    starts = carried - {total}
+    start = starts.pop() if len(starts) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
     if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
         return None
@@ -128,7 +131,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
 
 
 def _enclosed(tree: ast.FunctionDef, loop: ast.stmt) -> set[str]:
-    """The names in functions inside of that of `tree`, but for sums over generators in `loop`, which are over at once."""
+    """The names in functions inside of `tree`, but for sums over generators in `loop`, which are over at once."""
     summed = {generator for node in ast.walk(loop) if (generator := _summed(node)) is not None}
     pending: list[ast.AST] = [*tree.body]
     found = set()
@@ -243,14 +246,14 @@ def _rebuild(
     edge = ast.Constant(None) if start is None else ast.Name(start, ast.Load())
     returned = ast.Tuple([ast.Name(total, ast.Load()), edge], ast.Load())
     arguments = [ast.arg(name) for name in (owner, *live)]
-    keywords = [ast.arg(name) for name in (_ONCE, _NUMBERS, *SHADOWED)]
+    keywords = [ast.arg(name) for name in (_ONCE, _NUMBERS, _BEFORE, *SHADOWED)]
     probe = ast.FunctionDef(
         name=tree.name,
         args=ast.arguments(
             posonlyargs=[], args=arguments, kwonlyargs=keywords, kw_defaults=[None] * len(keywords), defaults=[]
         ),
         body=[
-            *(_AsksForNumbers().visit(statement) for statement in (*copy.deepcopy(preparation), turn)),
+            *(_StandsIn().visit(statement) for statement in (*copy.deepcopy(preparation), turn)),
             ast.Return(returned),
         ],
         decorator_list=[],
@@ -272,8 +275,26 @@ def _rebuild(
     return tree, ast.copy_location(probe, region[-1])
 
 
-class _AsksForNumbers(ast.NodeTransformer):
-    """``a.tolist()`` as a call of a stand-in: fake tensors have a method of their own for it, which asks each entry."""
+class _StandsIn(ast.NodeTransformer):
+    """Calls of stand-ins: for ``a.tolist()``, since fake tensors have a method of their own for it, which asks each
+    entry, and for ``0 if e == 0 else ends[e - 1]``, which is no computation with an expert's number."""
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        first, other = node.body, node.orelse
+        test = node.test
+        if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name) or len(test.ops) != 1:
+            return node
+        if isinstance(test.ops[0], (ast.Gt, ast.NotEq)):
+            first, other = other, first
+        elif not isinstance(test.ops[0], ast.Eq):
+            return node
+        number, ends = test.left.id, other.value if isinstance(other, ast.Subscript) else None
+        zeros = [ast.unparse(n) for n in (first, *test.comparators)] == ["0", "0"]
+        if not zeros or not isinstance(ends, ast.Name) or ast.unparse(other.slice) != f"{number} - 1":
+            return node
+        call = ast.Call(ast.Name(_BEFORE, ast.Load()), [ends, ast.Name(number, ast.Load())], [])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
@@ -298,14 +319,14 @@ def _holds(loop: ast.For, body: list[ast.stmt]) -> bool:
 
 
 def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
-    """The variable that every ``index_add_`` or ``[rows] +=`` in the loop adds onto, or else that every ``append``
-    appends to, and whether it is the latter."""
+    """The variable that every ``index_add_``, or the like, or ``[rows] +=`` in the loop adds onto, or else that every
+    ``append`` appends to, and whether it is the latter."""
     methods = [
         (node.func.value.id if isinstance(node.func.value, ast.Name) else None, node.func.attr)
         for node in ast.walk(loop)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    added = {name if method == _ADDS[0] else None for name, method in methods if method in _ADDS}
+    added = {name if method in _ADDS else None for name, method in methods if method in (*_ADDS, "index_add")}
     added |= {node.target.value.id for node in ast.walk(loop) if _adds_rows(node)}
     listed = {name for name, method in methods if method == "append"}
     names = [*added, *listed]
@@ -396,12 +417,14 @@ def _preparation(
     `known`: what names mean."""
     prepares = _counts if counts else _prepares
     taken, passed = [body[at]], []
+    set_by_turns = _Names(_statements(body[at].body)).stored
     for i, statement in reversed(list(enumerate(body[:at]))):
         names, skipped = _Names(_statements([statement])), _Names(_statements(passed))
         # Counts have one name all the way; what runs before knows another value by it.
         before = body[:i] if counts else []
         rest = _Names(reached - set(_statements([*before, *taken, statement])))
-        serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & rest.loaded
+        # What one turn hands to the next starts outside.
+        serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & (rest.loaded | set_by_turns)
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
         if serves and moves and prepares(statement):
             taken.insert(0, statement)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mok_compile.passes.alike import check_quiet
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.effects import Effects
-from mok_compile.passes.facts import Combined, Onto
+from mok_compile.passes.facts import Combined, Fact, Onto
 from mok_compile.passes.reach import Reach
 from mok_compile.passes.record import Recorder
 from mok_compile.passes.rules import Break, same
@@ -42,12 +42,14 @@ from mok_compile.passes.standins import (
     Owner,
     Split,
     Zipped,
+    before,
     length_of,
     number_of,
     numbered,
     zipped,
 )
 from mok_compile.passes.turn import (
+    FLAT,
     ChosenAt,
     Dropped,
     Hit,
@@ -66,6 +68,9 @@ _WHOLE = (torch.int32, torch.int64)  # dtypes of counts that Python adds up
 # Of the answers to a question: those that turn it around, and those that do not.
 _FLIPS = (aten.eq.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.logical_not.default, aten.bitwise_not.default)
 _KEEPS = (aten.gt.Scalar, aten.ge.Scalar, aten.ne.Scalar, aten._to_copy.default)
+# What adds rows onto a tensor, in place; its third argument has as many.
+_ADDITIONS = (aten.index_add_.default, aten.index_put_.default, aten.scatter_add_.default, aten.scatter_reduce_.two)
+_ADDED = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.scatter_reduce.two)
 _SAME = (
     *(aten._to_copy.default, aten.alias.default, aten.detach.default),
     *(aten.view.default, aten._unsafe_view.default),
@@ -189,6 +194,10 @@ def _without(value: Value, ops: tuple) -> Value:
     return value
 
 
+def _undropped(fact: Fact | None) -> Fact | None:
+    return fact.rows if isinstance(fact, Dropped) else fact
+
+
 def _is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
@@ -196,7 +205,7 @@ def _is_symbol(size: Any) -> bool:
 def _writes_nothing(node: fx.Node) -> bool:
     """Whether this in-place op leaves its tensor as it is: adds no rows, or zero times something, or copies it."""
     given = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in node.args]
-    if node.target in (aten.index_add_.default, aten.index_put_.default):
+    if node.target in _ADDITIONS:
         return given[2].dim() > 0 and same(given[2].shape[0], 0)
     if node.target is aten.add_.Tensor:
         return node.args[1].target in (aten.mul.Tensor, aten.mul.Scalar) and 0 in node.args[1].args
@@ -228,7 +237,9 @@ class Turn:
         self.recorder = Recorder()
         self.segmented: torch.Tensor | None = None  # rows sorted by expert, of which the turn takes its own
         self.counts: Value | None = None  # how many those are for each expert
+        self.bounds: Value | None = None  # or where they end
         self._counted: torch.Tensor | None = None
+        self.ends: torch.Tensor | None = None  # of each expert's rows
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self.looked_up: list[torch.Tensor] = []  # of which the turn takes its expert's entry as the number of its rows
         self._answers: list[tuple[fx.Node, bool]] = []  # that the turn got when it asked whether its expert has rows
@@ -249,6 +260,7 @@ class Turn:
         shadows = {
             "__mok_once__": self._once,
             "__mok_numbers__": self._numbers,
+            "__mok_before__": before,
             "int": number_of,
             "len": length_of,
             "enumerate": numbered,
@@ -257,7 +269,9 @@ class Turn:
         try:
             with self.recorder, Indexing(self):
                 total, edge = self.cut.probe(Owner(self), *values, **shadows)
-                return self._appended(edge) if self.cut.appends else total
+                if self.cut.start is not None and not self._goes_on(edge):
+                    raise Break("no-match", "the loop does not go on where the rows of its expert end")
+                return self._appended() if self.cut.appends else total
         except (Break, Split, Absent, _Domain):
             raise
         except GuardOnDataDependentSymNode:
@@ -275,7 +289,7 @@ class Turn:
         return result is self._total and all(map(_writes_nothing, written))
 
     def answer(self, asked: torch.Tensor) -> bool:
-        """Whether the number `asked` is not zero, if it says whether the turn's expert has rows: `conclude` makes sure."""
+        """Whether the number `asked` is not zero, if it says whether the expert has rows: `conclude` makes sure."""
         node = self.recorder.node(asked)
         if node is None or self.recorder.rows is None:
             raise Break("data-dependent", "the loop waits for a value that only the data tells")
@@ -300,6 +314,8 @@ class Turn:
         final = self._rows
         if self._counted is not None:
             self.counts = view.value(self.recorder.node(self._counted))
+        if self.ends is not None:
+            self.bounds = view.value(self.recorder.node(self.ends))
         facts = self._facts(view)
         self._check_untouched(view, self.recorder.node(result))
         value = view.value(final)
@@ -310,7 +326,7 @@ class Turn:
             raise Break(facts.broken[value].reason, facts.broken[value].detail)
         rate = 0.0
         if isinstance(fact, Dropped):
-            fact, rate = fact.rows, fact.rate
+            fact, rate = _undropped(fact), fact.rate
         if not isinstance(fact, (Combined, Passed)):
             raise Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
         if not self.cut.appends:
@@ -338,10 +354,8 @@ class Turn:
     def _check_base(self, view: View, facts: TurnFacts, base: Value | None) -> None:
         if base is None or not self.is_start(base):
             raise Break("no-match", "the loop does not add onto what it started from")
-        onto = {
-            v for v in view.values if v.op in (aten.index_add.default, aten.index_put.default) and v.args[0] is base
-        }
-        added = {v for v in view.values if isinstance(fact := facts.of(v), Onto) and fact.base is base}
+        onto = {v for v in view.values if v.op in _ADDED and v.args[0] is base}
+        added = {v for v in view.values if isinstance(fact := _undropped(facts.of(v)), Onto) and fact.base is base}
         for read in (v for v in view.values if base in v.inputs and v not in onto):
             if read.op is not aten.index.Tensor or any(read in v.inputs and v not in added for v in view.values):
                 raise Break("no-match", "the loop reads what it has added up so far")
@@ -370,6 +384,18 @@ class Turn:
             fact = facts.of(view.value(node))
             if not isinstance(fact, ChosenAt) or fact.ids is not ids:
                 raise Break("data-dependent", "the loop asks for other places than those of its expert's rows")
+
+    def are_ends(self, numbers: torch.Tensor) -> bool:
+        """Whether `numbers` are running sums."""
+        node = self.recorder.node(numbers)
+        return node is not None and node.target is aten.cumsum.default
+
+    def edge(self, ends: torch.Tensor, end: bool) -> Edge:
+        """Where the rows of the turn's expert begin or end, if the numbers `ends` say that: `conclude` makes sure."""
+        if (self.ends is not None and self.ends is not ends) or self.cut.start is not None:
+            raise Break("no-match", "the loop takes rows by the places of others")
+        self.ends = ends
+        return Edge(self.rows == 0, end)
 
     def num_experts(self) -> int:
         """How many experts there are in the lists that the loop reads, or in the parameters that are stacked."""
@@ -408,7 +434,7 @@ class Turn:
 
     def is_distinct(self, value: Value) -> bool:
         """Whether `value` holds a token's expert numbers of which no two are known to be alike."""
-        while value.op in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
+        while value.op in (aten.view.default, aten._unsafe_view.default, aten.clone.default, FLAT):
             if not same(value.meta.shape[-1], value.args[0].meta.shape[-1]):
                 return False
             value = value.args[0]
@@ -433,11 +459,13 @@ class Turn:
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
         return isinstance(source, Local) and self.cut.live[source.place] == self.cut.total
 
-    def _appended(self, edge: Any) -> torch.Tensor | None:
+    def _goes_on(self, edge: Any) -> bool:
+        """Whether the next turn's rows start at `edge`."""
+        return isinstance(edge, Edge) and (edge.end or self.rows == 0)
+
+    def _appended(self) -> torch.Tensor | None:
         """What all turns put into the list, one after the other; None if this one puts nothing there."""
         results = self._total.results
-        if edge != Edge(bool(results)) and not (edge == Edge(True) and self.rows == 0):
-            raise Break("no-match", "the loop does not go on where the rows of its expert end")
         return loop_ops.joined(results[0], self.segmented) if results and self.segmented is not None else None
 
     def _value(self, value: Any, place: int, sizes: dict) -> Any:
@@ -469,7 +497,7 @@ class Turn:
         if self.cut.live[place] == self.cut.start:
             if type(value) is not int or value != 0:
                 raise Break("no-match", "the first expert's rows do not start at the first row")
-            return Edge()
+            return Edge(self.rows == 0)
         if isinstance(value, torch.Tensor):
             if is_traceable_wrapper_subclass(value):
                 raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
@@ -499,12 +527,17 @@ class Turn:
         elif isinstance(items, Zipped):
             size, make = items.size, lambda index: items[index]
         elif isinstance(items, Counted):
-            self._counted, size = items.items, items.items.shape[0]
+            self._counted = items.items
             # Running counts in a narrower type would not be those that the op is given.
-            exact = items.items.dtype in _WHOLE
-            if items.items.dim() != 1 or not exact or not isinstance(size, int):
+            if items.items.dim() != 1 or items.items.dtype not in _WHOLE:
                 raise Break("no-match", "the loop does not go over one count for each expert")
-            make = lambda index: (index, Count(self.rows == 0))  # noqa: E731
+            size = items.items.shape[0]
+            size = size if isinstance(size, int) else self.num_experts()
+            if not self.are_ends(items.items):
+                make = lambda index: (index, Count(self.rows == 0, exact=True))  # noqa: E731
+            else:
+                self._counted = None
+                make = lambda index: (index, self.edge(items.items, True))  # noqa: E731
         elif isinstance(items, torch.Tensor):
             self._asked, size, dims = items, self._hit_size(), len(items.shape) - 1
         elif isinstance(items, Numbers):

@@ -128,8 +128,10 @@ class Recorder(TorchDispatchMode):
         if func is aten._unique2.default and not any(args[2:]) and not any(kwargs.values()):
             found = self.__torch_dispatch__(torch.ops.mok_loop.unique.default, (), (args[0], self.size()))
             return found, found.new_empty(0), found.new_empty(0)  # of which nobody gets to see the last two
-        if func is aten.bincount.default and len(args) == 3 and args[1] is None and args[2] > 0:
-            func, args = torch.ops.mok_loop.tally.default, (args[0], args[2])
+        if func is aten.bincount.default and (*args, None)[1] is None and not kwargs:
+            # Without a least number of experts, as many are counted as are hit up to the last one.
+            experts = args[2] if len(args) > 2 and args[2] > 0 else self.size()
+            func, args = torch.ops.mok_loop.tally.default, (args[0], experts)
         if torch.Tag.data_dependent_output in func.tags:
             raise Break("data-dependent", f"the loop waits for the value of {func._schema.name}")
         self._follow_grad_mode()

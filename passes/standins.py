@@ -188,9 +188,22 @@ class Numbers:
     tensor: torch.Tensor
     turn: Turn
 
-    def __getitem__(self, index: Any) -> Count:
-        """How many rows the turn's expert has, if these are counts: `Turn.conclude` makes sure."""
+    def cumsum(self, axis: int = 0) -> Numbers:
+        if axis not in (0, -1):
+            raise Break("no-match", "the loop adds up numbers in an unusual way")
+        return Numbers(self.tensor.cumsum(0), self.turn)
+
+    def tolist(self) -> Numbers:
+        return self
+
+    def __len__(self) -> int:
+        return length_of(self.tensor)
+
+    def __getitem__(self, index: Any) -> Count | Edge:
+        """How many rows the turn's expert has, if these are counts, or where they end: `Turn.conclude` makes sure."""
         size = self.tensor.shape[0] if self.tensor.dim() == 1 else 0
+        if isinstance(index, Index) and self.turn.are_ends(self.tensor):
+            return self.turn.edge(self.tensor, True)
         if not isinstance(index, Index) or not isinstance(size, int) or size < index.hi:
             raise Break("no-match", "the loop takes a number of which nothing is known")
         self.turn.looked_up.append(self.tensor)
@@ -198,12 +211,13 @@ class Numbers:
 
 
 class Count:
-    """How many rows the turn's expert has: none, or (`idle` False) some."""
+    """How many rows the turn's expert has: none, or (`idle` False) some. `exact`: nothing else than that many, if the
+    numbers that the loop goes over are counts."""
 
     __hash__ = None
 
-    def __init__(self, idle: bool) -> None:
-        self.idle = idle
+    def __init__(self, idle: bool, exact: bool = False) -> None:
+        self.idle, self.exact = idle, exact
 
     def item(self) -> Count:
         return self
@@ -232,8 +246,8 @@ class Count:
         return not self.idle
 
     def __add__(self, other):
-        if isinstance(other, Edge) and not other.end:
-            return Edge(True)
+        if isinstance(other, Edge) and not other.end and self.exact:
+            return Edge(self.idle, True)
         raise Break("no-match", "the loop computes with the number of an expert's rows")
 
     __radd__ = __add__
@@ -249,11 +263,51 @@ class Count:
             raise Break("no-match", "the loop compares the number of an expert's rows with something else than none")
 
 
-@dataclass(frozen=True)
 class Edge:
-    """Where the rows of the turn's expert begin, or `end`, in rows that are sorted by expert."""
+    """Where the rows of the turn's expert begin, or `end`, in rows that are sorted by expert; `idle`: it has none."""
 
-    end: bool = False
+    __hash__ = None
+
+    def __init__(self, idle: bool, end: bool = False) -> None:
+        self.idle, self.end = idle, end
+
+    def __eq__(self, other):
+        return self.idle or self.end == self._end(other)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __lt__(self, other):
+        return not self.idle and not self.end and self._end(other)
+
+    def __gt__(self, other):
+        return not self.idle and self.end and not self._end(other)
+
+    def __le__(self, other):
+        return not self > other
+
+    def __ge__(self, other):
+        return not self < other
+
+    def __sub__(self, other):
+        if not self.end or self._end(other):
+            raise Break("no-match", "the loop computes with the places of an expert's rows")
+        return Count(self.idle)
+
+    @staticmethod
+    def _end(other: Any) -> bool:
+        if not isinstance(other, Edge):
+            raise Break("no-match", "the loop compares the place of an expert's rows with something else than another")
+        return other.end
+
+
+def before(ends: Any, number: Any) -> Any:
+    """Stands for ``0 if number == 0 else ends[number - 1]``: where the rows of the expert begin."""
+    if not isinstance(number, Index):
+        return 0 if number == 0 else ends[number - 1]
+    if not isinstance(ends, Numbers) or number.lo != 0 or not ends.turn.are_ends(ends.tensor):
+        raise Break("no-match", "the loop computes with an expert's number")
+    return ends.turn.edge(ends.tensor, False)
 
 
 class Appended:
@@ -438,7 +492,9 @@ class Indexing(TorchFunctionMode):
         return loop_ops.pick(tensor, index.dims == 1)
 
     def _segment(self, tensor: torch.Tensor, key: slice) -> torch.Tensor:
-        if key != slice(Edge(), Edge(True)) or (self.turn.segmented is not None and self.turn.segmented is not tensor):
+        whole = isinstance(key.start, Edge) and not key.start.end and key.stop.end and key.step is None
+        again = self.turn.segmented is not None and self.turn.segmented is not tensor
+        if not whole or (again and self.turn.cut.appends):
             raise Break("no-match", "the loop takes rows that are not proven to be its expert's")
         self.turn.segmented = tensor
         return loop_ops.segment(tensor, self.turn.recorder.rows)

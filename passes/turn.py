@@ -14,20 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mok_compile.passes.facts import (
+    SORTED,
     BiasRows,
     Broken,
     Combined,
     Differentiable,
+    Expert,
     Fact,
     Iota,
+    Offsets,
     Onto,
+    Perm,
     Pointwise,
     Rows,
     RowWeight,
     Token,
     Weight,
 )
-from mok_compile.passes.rules import RULES, Break, Facts, _biased, _combined, _name, _projected, same
+from mok_compile.passes.rules import RULES, Break, Facts, _biased, _combined, _name, _projected, _root, same
 from mok_compile.passes.view import Meta, Value, View
 
 if TYPE_CHECKING:
@@ -125,6 +129,14 @@ class Slot(Fact):
 
 
 @dataclass(frozen=True)
+class Turned(Fact):
+    """At each of the expert's rows: which of all slots it is."""
+
+    ids: Value
+    order: str
+
+
+@dataclass(frozen=True)
 class Member(Fact):
     """The turn's expert's own matrix or bias, out of ``weight.stored``."""
 
@@ -150,7 +162,7 @@ class Passed(Fact):
 class Dropped(Fact):
     """What `rows` says, but dropout has taken numbers of the experts' outputs away, at this rate."""
 
-    rows: Pointwise | Combined
+    rows: Pointwise | Onto | Combined
     rate: float
 
 
@@ -166,6 +178,8 @@ class Symbolic(Exception):
 ROW_IDS = "row_ids"
 # The same: the expert of each slot, by a mask that has at most one; no expert's number where it has none.
 CHOSEN = "chosen"
+# The same: a tensor with one dimension for all but the last.
+FLAT = "flat"
 OWN: dict[Any, Callable] = {}
 
 
@@ -220,7 +234,7 @@ class TurnFacts(Facts):
         apply = OWN.get(value.op)
         if value.op in _ROWWISE and any(isinstance(self.of(v), Staged) for v in value.inputs):
             apply = _rowwise
-        if any(isinstance(self.of(v), Dropped) for v in value.inputs):
+        if any(isinstance(self.of(v), Dropped) for v in value.inputs) and value.op is not loop_ops.flat.default:
             apply = _behind_dropout
         if apply is not None:
             try:
@@ -272,7 +286,7 @@ def _equal(facts, value, ids):
 def _flat(facts: TurnFacts, tensor: Value) -> Value:
     """`tensor` with one dimension for all but the last."""
     *sizes, last = tensor.meta.shape
-    return facts.derived(aten.view.default, (tensor, (-1, last)), tensor, (math.prod(sizes), last))
+    return facts.derived(FLAT, (tensor,), tensor, (math.prod(sizes), last))
 
 
 @_own(aten._to_copy.default)
@@ -336,9 +350,32 @@ def _holds_counts(value: Value) -> bool:
 
 @_own(loop_ops.tally.default)
 def _tally(facts, value, ids, n):
-    while ids.op in (aten.view.default, aten._unsafe_view.default):
-        ids = ids.args[0]
-    return Used(ids, n) if facts.of(ids) is None and _integer(ids) else None
+    ids = _counted_of(facts, ids)
+    return None if ids is None else Used(ids, n if isinstance(n, int) else facts.turn.num_experts())
+
+
+def _counted_of(facts: TurnFacts, ids: Value) -> Value | None:
+    """The expert numbers that `ids` are, in any order."""
+    fact = facts.of(ids)
+    if isinstance(fact, Expert) and not fact.clamped:
+        return fact.ids
+    ids = _root(ids)
+    return ids if facts.of(ids) is None and _integer(ids) else None
+
+
+@_own(aten.cumsum.default)
+def _cumsum(facts, value, counts, dim, **kwargs):
+    ids = _tallied(facts, counts)
+    return Offsets(ids, facts.of(counts).num_experts) if ids is not None and value.meta.dtype == torch.int64 else None
+
+
+def _tallied(facts: TurnFacts, counts: Value) -> Value | None:
+    """The expert numbers of which `counts` says how many there are of each, in one dimension."""
+    while counts.op in (aten._to_copy.default, aten.alias.default, aten.detach.default):
+        if counts.meta.dtype not in (torch.int32, torch.int64):
+            return None
+        counts = counts.args[0]
+    return facts.of(counts).ids if counts.op is loop_ops.tally.default and facts.of(counts) is not None else None
 
 
 @_own(aten.gt.Scalar, aten.ne.Scalar, aten.ge.Scalar)
@@ -471,13 +508,50 @@ def _pick(facts, value, bank, keepdim):
 
 @_own(loop_ops.segment.default)
 def _segment(facts, value, rows, n):
-    counts = facts.turn.counts
+    counts, fact = facts.turn.counts, facts.of(rows)
+    if isinstance(fact, Perm) or (isinstance(fact, (Token, Rows, RowWeight)) and fact.order == SORTED):
+        if _bounded(facts) is not fact.ids:
+            raise Break("no-match", "the places of each expert's rows are not proven to be those of the sorted ids")
+        return Turned(fact.ids, "segment") if isinstance(fact, Perm) else replace(fact, order="segment")
     if counts is None or facts.of(rows) is not None or not rows.meta.dtype.is_floating_point:
         return None
     if not facts.turn.are_counted(counts, rows):
         raise Break("no-match", "the counts of each expert's rows are not proven to be those of all rows")
     ids = facts.derived(ROW_IDS, (counts, rows), counts, rows.meta.shape[:1], torch.int64)
     return Rows(rows, 1, ids, "segment", dtypes=frozenset([rows.meta.dtype]))
+
+
+def _bounded(facts: TurnFacts) -> Value | None:
+    """The expert numbers of which the turn takes those of its expert, once they are sorted."""
+    ends, counts = facts.turn.bounds, facts.turn.counts
+    found = [] if counts is None else [_tallied(facts, counts)]
+    if ends is not None:
+        found.append(facts.of(ends).ids if isinstance(facts.of(ends), Offsets) else None)
+    return found[0] if len(set(found)) == 1 else None
+
+
+@_own(aten.floor_divide.default, aten.div.Tensor_mode)
+def _floor_divide(facts, value, a, k, rounding_mode="floor"):
+    fact, whole = facts.of(a), isinstance(k, int) and k > 0 and rounding_mode in ("floor", "trunc")
+    return Token(fact.ids, fact.order, k) if isinstance(fact, Turned) and whole and _integer(value) else None
+
+
+@_own(aten.repeat.default)
+def _repeat(facts, value, a, repeats):
+    """One column as many."""
+    column = len(a.meta.shape) == 2 and same(a.meta.shape[1], 1) and len(repeats) == 2 and repeats[0] == 1
+    return facts.of(a) if column and isinstance(facts.of(a), Token) else None
+
+
+@_own(aten.scatter_add.default, aten.scatter_reduce.two)
+def _scatter(facts, value, base, dim, index, source, reduce="sum", include_self=True):
+    if (reduce, include_self) != ("sum", True) or not isinstance(facts.of(source), (Rows, Pointwise)):
+        return None
+    repeated = index.op in (aten.repeat.default, aten.expand.default) and len(index.meta.shape) == 2
+    if not repeated or not same(index.meta.shape[1], source.meta.shape[1]):
+        raise Break("no-match", "rows are added up by an index that is not proven to be their token")
+    rules = OWN if isinstance(facts.of(source), Rows) else RULES
+    return rules[aten.index_add.default](facts, value, base, dim, index, source)
 
 
 @_own(loop_ops.joined.default)
@@ -528,8 +602,11 @@ def _index(facts, value, a, indices):
             return None
         rows = RULES[aten.index.Tensor](facts, value, a.args[0], (indices[1],))
         return Staged(rows) if isinstance(rows, Rows) else None
-    if len(by) == 1 and isinstance(by[0], Token) and len(by[0].ids.meta.shape) == 1:
-        return _one_each(facts, a, by[0])
+    if len(by) == 1 and isinstance(by[0], Turned):
+        per_slot = facts.of(a) is None and a.meta.dtype.is_floating_point and all(same(n, 1) for n in a.meta.shape[1:])
+        return RowWeight(a, by[0].ids, by[0].order) if per_slot and len(a.meta.shape) in (1, 2) else None
+    if len(by) == 1 and isinstance(by[0], Token) and by[0].k == 1 and len(by[0].ids.meta.shape) == 1:
+        return _one_each(facts, a, by[0]) or RULES[aten.index.Tensor](facts, value, a, indices)
     if len(by) == 2 and isinstance(by[0], Token) and isinstance(by[1], Slot):
         if len({len(index.meta.shape) for index in indices}) > 1:
             return None  # a row for each pair
@@ -549,8 +626,8 @@ def _index(facts, value, a, indices):
 
 def _parts(by: Sequence[Part]) -> Token | None:
     """The token index that `by` are together."""
-    whole = len({(part.token, part.sizes) for part in by}) == 1 and [p.place for p in by] == [*range(len(by[0].sizes))]
-    return by[0].token if whole else None
+    alike = all(p.token == by[0].token and all(map(same, p.sizes, by[0].sizes)) for p in by)
+    return by[0].token if alike and [p.place for p in by] == [*range(len(by[0].sizes))] else None
 
 
 def _mine_at(facts: TurnFacts, fact: Mine | MyShare, by: Token) -> Marks | RowWeight | None:
@@ -600,8 +677,8 @@ def _view(facts, value, a, shape):
     if isinstance(fact, Mine) and len(new) < len(old):
         tokens = fact.axes.count("t")
         rest = fact.axes[tokens:]
-        flat = fact.axes[:tokens] == ("t",) * tokens and len(new) == 1 + len(rest) and all(map(same, new[1:], old[tokens:]))
-        return replace(fact, axes=("t", *rest)) if flat else None
+        flat = fact.axes[:tokens] == ("t",) * tokens and len(new) == 1 + len(rest)
+        return replace(fact, axes=("t", *rest)) if flat and all(map(same, new[1:], old[tokens:])) else None
     if len(old) == len(new) and all(map(same, old, new)):
         return fact if isinstance(fact, (Member, Staged, Mine)) else None
     return fact.inner if isinstance(fact, Staged) and len(new) == len(old) - 1 and same(new[-1], old[-1]) else None
@@ -666,18 +743,23 @@ def _dropout(facts, value, a, rate, draw):
 def _behind_dropout(facts, value, *args, **kwargs):
     """Weights, casts and the sum: the same as if dropout came after them, or before it in the sum."""
     dropped = [a for a in args if isinstance(facts.of(a), Dropped)]
-    if value.op not in (aten.mul.Tensor, aten.mul.Scalar, aten._to_copy.default, aten.index_add.default):
+    if value.op not in (*_BEHIND, *_SUMS):
         raise Break("post-norm", f"{_name(value)} works on the experts' outputs behind dropout")
-    fact = facts.of(dropped[0])
-    added = value.op is aten.index_add.default
-    if len(dropped) != 1 or not isinstance(fact.rows, Pointwise) or (added and dropped != [args[3]]):
+    fact, place = facts.of(dropped[0]), _SUMS.get(value.op)
+    rows = Onto if value.op is aten.index_put.default else Pointwise
+    if len(dropped) != 1 or not isinstance(fact.rows, rows) or (place is not None and dropped != [args[place]]):
         raise Break("post-norm", f"{_name(value)} joins outputs behind dropout")
     low = facts.assumed(value, None)
     args = tuple(facts.assumed(a, fact.rows) if a is dropped[0] else a for a in args)
     apply = OWN.get(value.op)
     whole = apply(facts, low, *args, **kwargs) if apply else None
     whole = RULES[value.op](facts, low, *args, **kwargs) if whole is None else whole
-    return replace(fact, rows=whole) if isinstance(whole, (Pointwise, Combined)) else None
+    return replace(fact, rows=whole) if isinstance(whole, (Pointwise, Onto, Combined)) else None
+
+
+# What may follow dropout, and what adds up, with the place of its rows among its arguments.
+_BEHIND = (aten.mul.Tensor, aten.mul.Scalar, aten._to_copy.default, aten.squeeze.dim, aten.add.Tensor)
+_SUMS = {aten.index_add.default: 3, aten.index_put.default: 2, aten.scatter_add.default: 3, aten.scatter_reduce.two: 3}
 
 
 @_own(aten.mm.default)

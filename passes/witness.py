@@ -104,8 +104,8 @@ class _Kept(TorchDispatchMode):
     """Draws of dropout drop nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.bernoulli_.float and len(args) > 1:
-            return args[0].fill_(args[1])  # which dropout then divides by
+        if func is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_((*args, 0.5)[1])  # which dropout then divides by; 0.5 is left out, being the default
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is torch.ops.aten.native_dropout_backward.default:
@@ -207,6 +207,10 @@ def _loop(witness: Witness, owner: torch.nn.Module, tensors: list, sizes: list) 
     at = cut.live.index(cut.total)
     live[at] = [] if cut.appends else torch.zeros_like(live[at])
     plain = {name: getattr(builtins, name) for name in SHADOWED}
-    same = {"__mok_once__": lambda items: items, "__mok_numbers__": lambda tensor: tensor.tolist()}
+    same = {
+        "__mok_once__": lambda items: items,
+        "__mok_numbers__": lambda tensor: tensor.tolist(),
+        "__mok_before__": lambda ends, number: 0 if number == 0 else ends[number - 1],
+    }
     total, _ = cut.probe(owner, *live, **same, **plain)
     return torch.cat(total) if cut.appends else total

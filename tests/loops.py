@@ -341,6 +341,169 @@ class Binned(Sorted):
         return (y * weights.unsqueeze(-1)).sum(1)
 
 
+class Asked(Ranged):
+    """Asks whether any token goes to the expert, and else adds nothing, so that there are gradients."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = ids == i
+            if mask.any():
+                rows = mask.any(dim=-1).nonzero().flatten()
+                weight = weights[mask].view(-1, 1)
+                y.index_add_(0, rows, (expert(x[rows]) * weight).to(y.dtype))
+            elif self.training:
+                y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        return y
+
+
+class Shared(Ranged):
+    """The expert's share of each token's weights; the rows are told by a mask."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            mask = ids == e
+            mine = mask.any(dim=-1)
+            if mine.sum() > 0:
+                share = (weights * mask).sum(dim=-1)[mine]
+                y[mine] += share.unsqueeze(-1) * self.experts[e](x[mine])
+        return y
+
+
+class Unique(nn.Module):
+    """Over the numbers that were chosen; lists of layers instead of experts; weights by the place of the maximum."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.up, self.on, self.down = (
+            nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(E)) for a, b in ((H, I), (H, I), (I, H))
+        )
+
+    def forward(self, x):
+        shape = x.shape
+        scores, ids = torch.topk(self.gate(x), K, dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        flat = x.reshape(-1, H)
+        y = torch.zeros(flat.shape[0], H, dtype=x.dtype)
+        ids, weights = ids.reshape(-1, K), weights.reshape(-1, K)
+        found = torch.unique(ids)
+        for number in found:
+            e = int(number.item())
+            mask = ids == e
+            if not mask.any():
+                continue
+            rows = mask.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)
+            if rows.numel() == 0:
+                continue
+            given = flat.index_select(0, rows)
+            out = self.down[e](F.silu(self.on[e](given)) * self.up[e](given))
+            slots = mask[rows].int().argmax(dim=-1, keepdim=True)
+            share = torch.gather(weights.index_select(0, rows), dim=-1, index=slots).squeeze(-1)
+            y.index_add_(0, rows, out * share.unsqueeze(-1))
+        return y.reshape(shape)
+
+
+class Table(nn.Module):
+    """Tokens keep their dimensions; weights in a table, a softmax over logits that are infinite elsewhere."""
+
+    def __init__(self, experts=None):
+        super().__init__()
+        self.gate = nn.Linear(H, E)
+        self.experts = nn.ModuleList(experts or [Plain() for _ in range(E)])
+
+    def route(self, x):
+        logits = self.gate(x)
+        chosen, ids = logits.topk(K, dim=-1)
+        return torch.full_like(logits, float("-inf")).scatter(-1, ids, chosen).softmax(-1), ids
+
+    def forward(self, x):
+        table, ids = self.route(x)
+        y = torch.zeros_like(x)
+        flat, shares = x.view(-1, x.size(-1)), table.view(-1, table.size(-1))
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1)
+            rows = mask.view(-1)
+            if rows.any():
+                share = shares[rows, i].unsqueeze(1)
+                y[mask] += (expert(flat[rows]) * share).squeeze(1)
+        return y
+
+
+class Ends(Ranged):
+    """Slots sorted by expert, and where each expert's end, as in the inference of DeepSeek's first models."""
+
+    def moe(self, x, ids, weights):
+        return self.infer(x, ids.view(-1), weights.view(-1, 1))
+
+    def infer(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        order = ids.argsort()
+        ends = ids.bincount().cpu().numpy().cumsum(0)
+        tokens = order // self.top_k
+        for i, end in enumerate(ends):
+            start = 0 if i == 0 else ends[i - 1]
+            if start == end:
+                continue
+            expert = self.experts[i]
+            mine = tokens[start:end]
+            out = expert(x[mine]).to(y.dtype)
+            out.mul_(weights[order[start:end]])
+            y.scatter_add_(0, mine.view(-1, 1).repeat(1, x.shape[-1]), out)
+        return y
+
+
+class Running(Ranged):
+    """The same with counts, which are added up on the way."""
+
+    def moe(self, x, ids, weights):
+        flat, share = ids.view(-1), weights.view(-1)
+        order = torch.argsort(flat)
+        counts = torch.bincount(flat[order], minlength=self.num_experts)
+        tokens = order // self.top_k
+        y = torch.zeros_like(x)
+        start = 0
+        for i, count in enumerate(counts.cpu().numpy()):
+            if count == 0:
+                continue
+            end = start + count
+            mine = tokens[start:end]
+            out = self.experts[i](x[mine]) * share[order[start:end]].unsqueeze(-1)
+            y.index_add_(0, mine, out.to(x.dtype))
+            start = end
+        return y
+
+
+class Lists(Ranged):
+    """Rows as lists of numbers, as in the first Mixtral of transformers."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, num_classes=self.num_experts).permute(2, 1, 0)
+        for e in range(self.num_experts):
+            slots, rows = torch.where(mask[e])
+            if rows.shape[0] == 0:
+                continue
+            rows_list, slots_list = rows.tolist(), slots.tolist()
+            given = x[None, rows_list].reshape(-1, x.shape[-1])
+            y.index_add_(0, rows, (self.experts[e](given) * weights[rows_list, slots_list, None]).to(x.dtype))
+        return y
+
+
+class BySlot(Ranged):
+    """A loop over each token's slots around the one over the experts: one op for each slot."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for k in range(self.top_k):
+            for e in range(self.num_experts):
+                mask = ids[:, k] == e
+                if mask.any():
+                    y[mask] += weights[mask, k].unsqueeze(-1) * self.experts[e](x[mask])
+        return y
+
+
 class Checkpointed(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -367,6 +530,13 @@ FORMS = {
     "sorted": Sorted,
     "remote": Remote,
     "binned": Binned,
+    "asked": Asked,
+    "shared": Shared,
+    "unique": Unique,
+    "table": Table,
+    "ends": Ends,
+    "running": Running,
+    "lists": Lists,
     "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
     "plain": lambda: Ranged([Plain() for _ in range(E)]),
     "top_1": lambda: Hit(top_k=1),

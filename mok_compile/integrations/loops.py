@@ -144,13 +144,13 @@ def run(plan_of: Callable, owner: torch.nn.Module, live: tuple, at: int | None) 
     call, passed = plan
     total = None
     if call is not None:
-        x, ids, weights, dtype, *banks, spec, engine, rate = call
-        x, ids = _value(owner, live, x), _slots(_value(owner, live, ids))
+        x, ids, weights, dtype, *banks, spec, engine, rate, slots = call
+        x, ids = _value(owner, live, x), _slots(_value(owner, live, ids), slots)
         weights = torch.ones_like(ids, dtype=x.dtype) if weights is None else _value(owner, live, weights)
+        weights = weights if weights.dim() == 2 and weights.shape[1] == slots else weights.reshape(-1, slots)
         banks = [[t for bank in kind for t in _bank(owner, live, bank)] for kind in banks]
         if any(t.dtype != dtype for kind in banks for t in kind):
             return None  # others in their place while this is traced: `torch.func.functional_call`
-        slots = ids.shape[1]
         if rate:  # of each slot's row, so that there are tokens with one slot each
             x, ids, weights = x.unsqueeze(1).expand(-1, slots, -1).flatten(0, 1), *(_each(t) for t in (ids, weights))
         total = torch.ops.mok.experts.default(x.to(dtype), ids, weights, *banks, spec, engine)[0]
@@ -193,8 +193,8 @@ def _verified() -> bool:
     return our_options().verify
 
 
-def _slots(ids: torch.Tensor) -> torch.Tensor:
-    ids = ids if ids.dim() == 2 else ids.unsqueeze(-1)
+def _slots(ids: torch.Tensor, slots: int = 1) -> torch.Tensor:
+    ids = ids if ids.dim() == 2 else ids.reshape(-1, slots)
     return ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
 
 
@@ -211,7 +211,7 @@ def _value(owner: torch.nn.Module, live: tuple, recipe: tuple) -> torch.Tensor:
         return _attribute(owner, rest[0])
     base, *more = rest
     base = _value(owner, live, base)
-    if kind == "rows":
+    if kind == "flat":
         return base.reshape(-1, base.shape[-1])
     if kind == "chosen":
         hit = base != 0
@@ -429,7 +429,7 @@ def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
     engine = engines.choose(block.spec, problem, wanted).name
     operands = (recipe(block.x), recipe(block.ids), weights, problem.dtype, up, (down,), up_bias, down_bias)
     passed = tuple(_passed_recipe(p, owner) for p in parts if p.passed is not None)
-    return (*operands, block.spec.to_json(), engine, part.dropout), passed
+    return (*operands, block.spec.to_json(), engine, part.dropout, block.k), passed
 
 
 def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
@@ -441,7 +441,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     """How to compute `value`, of the recorded turn, from local variables and attributes."""
     from mok_compile.passes.rules import Break, same
     from mok_compile.passes.standins import Local
-    from mok_compile.passes.turn import CHOSEN, ROW_IDS
+    from mok_compile.passes.turn import CHOSEN, FLAT, ROW_IDS
 
     recipe = functools.partial(_recipe, part=part, owner=owner)
     if value.op == "input":
@@ -467,8 +467,11 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         return "gather", recipe(args[0]), recipe(args[2])
     if value.op == CHOSEN:
         return value.op, recipe(args[0])
-    if method == "view" and len(value.meta.shape) == 2 and same(value.meta.shape[1], args[0].meta.shape[-1]):
-        return "rows", recipe(args[0])
+    rows = method == "view" and len(value.meta.shape) == 2 and same(value.meta.shape[1], args[0].meta.shape[-1])
+    if value.op == FLAT or rows:
+        return FLAT, recipe(args[0])
+    if method == "view" and len(value.meta.shape) == 1:
+        return "reshape", recipe(args[0]), -1
     if value.op == ROW_IDS:
         return value.op, recipe(args[0]), recipe(args[1])
     if value.op is torch.ops.mok_loop.tally.default:
@@ -481,11 +484,13 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
         return "sum", recipe(args[0]), dims, keepdim, value.meta.dtype
     if value.op is aten._to_copy.default:
         return method, recipe(args[0]), value.meta.dtype
+    if value.op is aten.slice.Tensor and all(map(same, value.meta.shape, args[0].meta.shape)):
+        return recipe(args[0])  # takes everything
     if value.op in (aten.slice.Tensor, aten.mul.Tensor, aten.squeeze.dim) and value.number < 0:
         return method, recipe(args[0]), *args[1:]
-    if method == "select":
+    if method in ("select", "transpose", "unsqueeze"):
         return method, recipe(args[0]), *args[1:]
-    if method in ("view", "transpose", "unsqueeze") and not any(isinstance(a, torch.SymInt) for a in value.meta.shape):
+    if method == "view" and not any(isinstance(a, torch.SymInt) for a in value.meta.shape):
         return method, recipe(args[0]), *args[1:]
     raise Break("layout", f"an operand of the experts is computed inside the loop ({value.op})")
 
