@@ -40,9 +40,9 @@ _CHECKPOINTED = (
 )
 _SOFT = "every token goes through all of these experts: no graph makes a choice among them, as top-k does"
 _DIRECT = "the model calls the op itself, outside of any graph"
-_NOT_GROUPED = (
-    "these experts are computed without a matmul by expert (such as torch.nn.functional.grouped_mm), so that there is "
-    "nothing to start a proof from"
+_UNPROVEN = (
+    "a graph holds these experts, but nothing in it is known as a choice of experts for each token and as the weighted "
+    "sum of their outputs"
 )
 
 
@@ -135,7 +135,7 @@ class Collector:
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 place = path or "(no module)"  # the model itself is one block
                 where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
-                reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _NOT_GROUPED)
+                reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _UNPROVEN)
                 if not broke and self._is_soft(code):
                     reason, detail = "soft", _SOFT
                 if owner in refused:  # the loop was looked at

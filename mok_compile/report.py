@@ -42,6 +42,10 @@ REASONS = {
         "every token goes through every expert: a soft mixture, which has nothing sparse to fuse",
         "nothing: it runs under Inductor as before; with weights of a top-k choice it would be a block",
     ),
+    "routing": (
+        "tokens are shared out in another way than K experts for every token",
+        "nothing: it runs under Inductor as before; with top-k over the experts and no capacity it would be a block",
+    ),
     "router": (
         "the experts are fused, the router is not",
         "nothing: the router runs under Inductor as before; router_detail says where it differs from the known ones",

@@ -36,7 +36,7 @@ from mok_compile.passes.facts import (
 from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.outputs import outputs_of
 from mok_compile.passes.rules import Break, Facts, pinned, register_foreign, same
-from mok_compile.passes.unclaimed import unclaimed
+from mok_compile.passes.unclaimed import placed_behind, unclaimed
 from mok_compile.passes.view import Cell, Value, View, target_of
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -188,14 +188,18 @@ def _open_blocks(miss: Miss, view: View, facts: Facts) -> tuple[list[Block], Mis
 def _unclaimed(graph: fx.Graph, sites: list[Block | Miss]) -> list[Miss]:
     """The misses of experts that are none of these sites."""
     claimed = {node for site in sites for node in (*site.anchors, *getattr(site, "region", ()))}
-    return [Miss((choice,), "no-match", detail, choice) for choice, detail in unclaimed(graph, claimed)]
+    return [Miss((found.at,), found.reason, found.detail, found.at) for found in unclaimed(graph, claimed)]
 
 
 def _cut_off(graph: fx.Graph) -> list[Miss]:
     """The miss of a graph that holds a router, but no experts."""
     router = loop_behind(graph)
+    if router is None:
+        return []
+    if (found := placed_behind(router)) is not None:
+        return [Miss((found.at,), found.reason, found.detail, found.at)]
     detail = "the expert ids leave the graph here: a Python loop over the experts follows"
-    return [] if router is None else [Miss((router,), "data-dependent", detail, router)]
+    return [Miss((router,), "data-dependent", detail, router)]
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:

@@ -3,12 +3,16 @@
 A product with E rows of a parameter gives logits, top-k (or the largest) picks among these E, and between this choice
 and the next one E parameters of one shape, or a stack of E, meet activations in nodes that the choice does not depend
 on; somewhere choice and products come together. What a block or a miss has to do with is theirs.
+
+Two ways of sharing tokens out that are no K experts for every token have a reason of their own: experts that choose
+their tokens, and places in a buffer for each expert, which a running sum over the tokens gives them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -18,25 +22,42 @@ from mok_compile.passes.view import name_of
 
 _CHOICES = ("topk", "argmax", "max")
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
+_WRITES = ("setitem",)
 _JOINS = ("add", "iadd", "add_", "sub", "isub", "sub_", "cat", "concat")
 DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
     "proven: the loop over them, its masks or a transform such as torch.func.vmap is spelled in an unknown way"
 )
+EXPERT_CHOICE = (
+    "each of {experts} experts chooses its tokens here, where in a block each token chooses its experts: a token may "
+    "go to any number of experts, or to none"
+)
+CAPACITY = (
+    "a running sum over the tokens gives each of them a place in the buffer of one of {experts} experts here: with "
+    "such a capacity, tokens are left out where a buffer is full"
+)
 
 
-def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
-    """The choice of each block of experts in `graph` of which no node is `claimed`, and a sentence about it."""
+@dataclass(frozen=True)
+class Unclaimed:
+    """Experts that are named at least: the node to name, a reason code and a sentence."""
+
+    at: fx.Node
+    reason: str
+    detail: str
+
+
+def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
+    """The choice of each block of experts in `graph` of which no node is `claimed`."""
     nodes = list(graph.nodes)
-    choices = [(i, node, n) for i, node in enumerate(nodes) if (n := _chosen_from(node)) is not None]
-    if not choices:
+    if all(_chosen(node) is None for node in nodes):
         return
     weights = _Weights(nodes)
-    products = weights.products
-    choices = [(i, node, n) for i, node, n in choices if _logits(node, n, products)]
+    products, readers = weights.products, _readers(nodes)
+    choices = [(i, node, made) for i, node in enumerate(nodes) if (made := _choice(node, products)) is not None]
     starts = [0, *(i for i, _, _ in choices)]
     ends = [*(i for i, _, _ in choices[1:]), len(nodes)]
-    for (_, choice, experts), start, end in zip(choices, starts, ends, strict=False):
+    for (_, choice, (experts, of_tokens)), start, end in zip(choices, starts, ends, strict=False):
         before = _related(choice, lambda node: node.all_input_nodes)
         near = [n for n in nodes[start:end] if n in products and n not in before]
         found = [node for node in near if any(weights.stack.get(w) == experts for w in products[node])]
@@ -46,9 +67,42 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[tuple[fx.Node,
         own += [n for node in own for n in _related(node, lambda n: n.all_input_nodes)]
         if not found or not set(own).isdisjoint(near):
             continue
-        after = _related(choice, lambda node: node.users)
-        if any(_meet(after | {choice}, _related(node, lambda n: n.users) | {node}) for node in found[:1]):
-            yield choice, DETAIL.format(experts=experts)
+        after = _related(choice, readers.__getitem__)
+        if any(_meet(after | {choice}, _related(node, readers.__getitem__) | {node}) for node in found[:1]):
+            placed = next((node for node in nodes[start:end] if node in after and _places(node, experts)), None)
+            reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
+            if placed is not None:
+                reason, detail = "routing", CAPACITY
+            yield Unclaimed(placed or choice, reason, detail.format(experts=experts))
+
+
+def placed_behind(choice: fx.Node) -> Unclaimed | None:
+    """A running sum that gives tokens places in the buffers of the experts of `choice`, whatever follows."""
+    nodes, experts = list(choice.graph.nodes), (_shape(choice.args[0]) or (0,))[-1]
+    after = _related(choice, _readers(nodes).__getitem__)
+    placed = next((node for node in nodes if node in after and _places(node, experts)), None)
+    return None if placed is None else Unclaimed(placed, "routing", CAPACITY.format(experts=experts))
+
+
+def _places(node: fx.Node, experts: int) -> bool:
+    """Whether `node` is a running sum of something with as many columns as experts, along the rows."""
+    shape = _shape(node)
+    if name_of(node) != "cumsum" or shape is None or len(shape) < 2 or experts not in shape:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return isinstance(dim, int) and shape[dim] != experts
+
+
+def _readers(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Who depends on each node at once: its users, and those of a tensor that it has written into before."""
+    position = {node: i for i, node in enumerate(nodes)}
+    readers = {node: set(node.users) for node in nodes}
+    for node in nodes:
+        name = name_of(node)
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if node.op in ("call_method", "call_function") and writes and node.args and isinstance(node.args[0], fx.Node):
+            readers[node] |= {user for user in node.args[0].users if position[user] > position[node]}
+    return readers
 
 
 def _meet(after: set[fx.Node], products: set[fx.Node]) -> bool:
@@ -83,16 +137,27 @@ class _Weights:
                 self.products[node] = mine
 
 
-def _chosen_from(node: fx.Node) -> int | None:
-    """Among how many the indices choose that `node` returns; None if it returns none."""
+def _chosen(node: fx.Node) -> int | None:
+    """The dimension along which `node` chooses by returning indices; None if it does not."""
     if node.op not in ("call_function", "call_method") or name_of(node) not in _CHOICES or not node.args:
         return None
     shape = _shape(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     dims = [*node.args[2 if name_of(node) == "topk" else 1 :], *(v for k, v in node.kwargs.items() if k == "dim")]
-    last = (not dims and name_of(node) == "topk") or any(
-        d in (-1, len(shape or ()) - 1) for d in dims[:1] if d is not None
-    )
-    return shape[-1] if shape and last and isinstance(shape[-1], int) and shape[-1] > 1 else None
+    dim = dims[0] if dims else -1 if name_of(node) == "topk" else None
+    return dim % len(shape) if shape and type(dim) is int else None
+
+
+def _choice(node: fx.Node, products: dict) -> tuple[int, bool] | None:
+    """Among how many experts `node` chooses, or how many there are that choose among tokens, and whether it is that."""
+    dim = _chosen(node)
+    if dim is None:
+        return None
+    shape = _shape(node.args[0])
+    last = dim == len(shape) - 1
+    sizes = [(shape[dim], False)] if last else []
+    sizes += [(n, True) for i, n in enumerate(shape) if i != dim and name_of(node) == "topk"]
+    several = ((n, tokens) for n, tokens in sizes if isinstance(n, int) and n > 1)
+    return next((made for made in several if _logits(node, made[0], products)), None)
 
 
 def _logits(choice: fx.Node, experts: int, products: dict) -> bool:
@@ -101,7 +166,7 @@ def _logits(choice: fx.Node, experts: int, products: dict) -> bool:
     while pending:
         node = pending.pop()
         shape = _shape(node)
-        if node in seen or not shape or shape[-1] != experts:
+        if node in seen or not shape or experts not in shape[-2:]:
             continue
         seen.add(node)
         if any(len(_shape(w) or ()) == 2 and experts in _shape(w) for w in products.get(node, ())):

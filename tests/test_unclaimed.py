@@ -91,11 +91,97 @@ def report(model, x):
     return fused.report
 
 
-@pytest.mark.parametrize("model", [Capacity, KeptIds, Stacked, Vmapped, Differentiated])
+class Slotwise(Routed):
+    """Weights written into a table slot by slot, all experts on every token."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E)
+        for k in range(K):
+            table.scatter_(-1, ids[:, k : k + 1], weights[:, k : k + 1])
+        outputs = torch.cat([mlp(x).unsqueeze(-2) for mlp in self.mlps], -2)
+        return (outputs * table.unsqueeze(-1)).sum(-2)
+
+
+@pytest.mark.parametrize("model", [Stacked, Vmapped, Differentiated, Slotwise])
 def test_named(model):
     (site,) = report(model(), torch.randn(9, H)).sites
     assert (site.status, site.reason) == ("missed", "no-match")
     assert f"one of {E} experts" in site.detail and "test_unclaimed.py" in site.location
+
+
+class Buffers(Routed):
+    """Each expert has a buffer for so many tokens, and a token its place in it."""
+
+    room = 3
+
+    def __init__(self):
+        super().__init__()
+        self.mlps, self.up, self.down = None, nn.Parameter(torch.randn(E, H, I)), nn.Parameter(torch.randn(E, I, H))
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        hot = F.one_hot(ids.t().reshape(-1), E)
+        place = (hot.cumsum(0) - hot).view(K, -1, E).transpose(0, 1)
+        kept = hot.view(K, -1, E).transpose(0, 1) * (place < self.room)
+        slots = F.one_hot((place * kept).sum(-1), self.room)
+        dispatch = (kept.unsqueeze(-1) * slots.unsqueeze(2)).to(x.dtype)
+        given = torch.einsum("tkec,th->ech", dispatch, x)
+        outputs = torch.einsum("eci,eih->ech", F.relu(torch.einsum("ech,ehi->eci", given, self.up)), self.down)
+        return torch.einsum("tkec,tk,ech->th", dispatch, weights, outputs)
+
+
+class Chosen(Buffers):
+    """The experts choose their tokens."""
+
+    def choose_tokens(self, x):
+        return F.softmax(self.choose(x), -1).t().topk(self.room, dim=-1)
+
+    def forward(self, x):
+        weights, tokens = self.choose_tokens(x)
+        outputs = torch.bmm(F.relu(torch.bmm(x[tokens], self.up)), self.down) * weights.unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, tokens.reshape(-1), outputs.reshape(-1, H))
+
+
+class ChosenByColumn(Chosen):
+    def choose_tokens(self, x):
+        weights, tokens = F.softmax(self.choose(x), -1).topk(self.room, dim=0)
+        return weights.t(), tokens.t()
+
+
+class ChosenInALoop(Routed):
+    def forward(self, x):
+        weights, tokens = F.softmax(self.choose(x), -1).topk(3, dim=0)
+        y = torch.zeros_like(x)
+        for e, mlp in enumerate(self.mlps):
+            y.index_add_(0, tokens[:, e], mlp(x[tokens[:, e]]) * weights[:, e, None])
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        *((model, "a place in the buffer") for model in (Capacity, KeptIds, Buffers)),
+        *((model, "chooses its tokens") for model in (Chosen, ChosenByColumn, ChosenInALoop)),
+    ],
+)
+def test_tokens_that_are_shared_out_in_another_way(model, why):
+    (site,) = report(model(), torch.randn(9, H)).sites
+    assert (site.status, site.reason) == ("missed", "routing")
+    assert why in site.detail and f"of {E} experts" in site.detail and "test_unclaimed.py" in site.location
+
+
+class Nucleus(Stacked):
+    """A running sum along the experts is no place in a buffer."""
+
+    def route(self, x):
+        weights, ids = super().route(x)
+        return weights * (weights.cumsum(-1) < 0.9), ids
+
+
+def test_a_running_sum_over_experts():
+    (site,) = report(Nucleus(), torch.randn(9, H)).sites
+    assert (site.status, site.reason) == ("missed", "no-match")
 
 
 class Classifier(nn.Module):
