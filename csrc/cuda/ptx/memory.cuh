@@ -164,10 +164,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 }
 
 // The other way: writes the box from shared memory, as far as it lies inside the tensor, on the copy engine's own time.
+// It is the first to leave the L2, in favour of what the kernel still reads.
 __device__ __forceinline__ void send_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-               "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], policy;\n"
+      "}\n" ::"l"(map),
+      "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 __device__ __forceinline__ void sends_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until what this thread has sent is read: its shared memory can be written again.

@@ -39,9 +39,8 @@ __device__ int prefix_sum(int value, int* sums) {
   __syncthreads();
   if (lane == 31) sums[warp] = inclusive;
   __syncthreads();
-  int before = 0;
-  for (int w = 0; w < warp; ++w) before += sums[w];
-  return before + inclusive - value;
+  static_assert(kWarps == 32, "a lane for each warp");
+  return __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0) + inclusive - value;
 }
 
 // Shared memory to fill a plan: an int for each thread, or for each expert.
@@ -103,6 +102,7 @@ __global__ void __launch_bounds__(kSortThreads)
                 RowBlocks blocks, uint4* h, int64_t h_chunks) {
   extern __shared__ int shared[];
   __shared__ Fill fill;
+  __shared__ int begins[kSortThreads];  // where this CTA's slots of each bucket are put
   const int buckets = experts + 1, thread = threadIdx.x, lane = thread % 32;
   int* const mine = shared + thread / 32 * buckets;  // [warps][buckets]
   for (int i = thread; i < kWarps * buckets; i += kSortThreads) shared[i] = 0;
@@ -122,17 +122,20 @@ __global__ void __launch_bounds__(kSortThreads)
   __syncthreads();
   // Per bucket: from counts to the number of its slots in the warps before.
   if (thread < buckets) {
-    int total = 0;
+    int total = 0, count[kWarps];  // all are read before the first is written, or each would wait for the one before
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) count[w] = shared[w * buckets + thread];
+#pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const int count = shared[w * buckets + thread];
       shared[w * buckets + thread] = total;
-      total += count;
+      total += count[w];
     }
     counts[blockIdx.x * buckets + thread] = total;
   }
   cg::this_grid().sync();
   int before = 0, total = 0;
   if (thread < buckets) {
+#pragma unroll 16
     for (int c = 0; c < gridDim.x; ++c) {
       const int count = __ldcg(counts + c * buckets + thread);
       before += c < blockIdx.x ? count : 0;
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kSortThreads)
   }
   const int start = prefix_sum(total, fill.sums);
   if (thread < buckets) {
-    for (int w = 0; w < kWarps; ++w) shared[w * buckets + thread] += start + before;
+    begins[thread] = start + before;
     if (blockIdx.x == 0 && thread < experts) offsets[thread] = start + total;
   }
   __syncthreads();
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int slot = first + i * 32, b = slot < slots ? bucket(slot) : -1;
     const unsigned same = __match_any_sync(~0u, b);
     if (b >= 0) {
-      const int at = mine[b] + __popc(same & ((1u << lane) - 1));
+      const int at = begins[b] + mine[b] + __popc(same & ((1u << lane) - 1));
       order[at] = slot;
       plan.token[at] = place_of_token(plan, slot / top_k);
       plan.position[slot] = b < experts ? at : -1;
