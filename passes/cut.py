@@ -58,8 +58,9 @@ class Cut:
     """`form` has the function's signature; `probe` takes self, the values of `live`, and by keyword the stand-ins.
 
     `live`: local variables that the loop reads; `total`: the one that it adds the experts' outputs onto, in place, or
-    the list that it `appends` them to; `start`: the one that says where an expert's rows start, if there is one;
-    `reads`: attributes of self that it reads. The probe returns total and start.
+    that it `fills` with them, or the list that it `appends` them to; `start`: the one that says where an expert's rows
+    start, if there is one; `reads`: attributes of self that it reads; `asks`: whether a branch may depend on the data.
+    The probe returns total and start.
     """
 
     form: Callable
@@ -67,8 +68,10 @@ class Cut:
     live: tuple[str, ...]
     total: str
     appends: bool
+    fills: bool
     start: str | None
     reads: tuple[str, ...]
+    asks: bool
 
 
 def may_cut(function: Callable) -> bool:
@@ -96,6 +99,7 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     body, at = found[0]
     loop, owner = body[at], tree.args.args[0].arg
     total, appends = _adds_onto(loop)
+    fills = any(map(_fills_rows, ast.walk(loop)))
     if appends:
         body[:at] = [part for statement in body[:at] for part in _in_parts(statement)]
         at = body.index(loop)
@@ -118,13 +122,17 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
     if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
         return None
+    if fills and (appends or any(map(_adds_rows, ast.walk(loop)))):
+        return None
     if total not in live or not set(live) <= surely:
         return None
     if appends and (total not in local or not _only_joined(tree, loop, total)):
         return None
-    made = _rebuild(tree, body, region, owner, live, total, appends, start)
+    method = "append" if appends else "copy_" if fills else "add_"
+    made = _rebuild(tree, body, region, owner, live, total, method, start)
     form, probe = (_compile(function, node) for node in made)
-    result = Cut(form, probe, live, total, appends, start, tuple(sorted(inside.attributes(owner))))
+    reads = tuple(sorted(inside.attributes(owner)))
+    result = Cut(form, probe, live, total, appends, fills, start, reads, _asks(loop))
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = run(result)
     return result
@@ -236,10 +244,10 @@ def _rebuild(
     owner: str,
     live: Iterable[str],
     total: str,
-    appends: bool,
+    method: str,
     start: str | None,
 ) -> tuple[ast.FunctionDef, ast.FunctionDef]:
-    """The trees of form and probe."""
+    """The trees of form and probe. `method`: of the total, which takes the result."""
     *preparation, loop = (copy.deepcopy(statement) for statement in region)
     turn = copy.deepcopy(loop)
     turn.iter = ast.Call(ast.Name(_ONCE, ast.Load()), [turn.iter], [])
@@ -261,8 +269,7 @@ def _rebuild(
     )
     values = ast.Tuple([ast.Name(name, ast.Load()) for name in live], ast.Load())
     ask = ast.Call(ast.Name(_RUN, ast.Load()), [ast.Name(owner, ast.Load()), values], [])
-    method = ast.Attribute(ast.Name(total, ast.Load()), "append" if appends else "add_", ast.Load())
-    add = ast.Call(method, [ast.Name(_RESULT, ast.Load())], [])
+    add = ast.Call(ast.Attribute(ast.Name(total, ast.Load()), method, ast.Load()), [ast.Name(_RESULT, ast.Load())], [])
     missing = ast.Compare(ast.Name(_RESULT, ast.Load()), [ast.Is()], [ast.Constant(None)])
     instead = [
         ast.Assign([ast.Name(_RESULT, ast.Store())], ask),
@@ -328,6 +335,7 @@ def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
     ]
     added = {name if method in _ADDS else None for name, method in methods if method in (*_ADDS, "index_add")}
     added |= {node.target.value.id for node in ast.walk(loop) if _adds_rows(node)}
+    added |= {node.targets[0].value.id for node in ast.walk(loop) if _fills_rows(node)}
     listed = {name for name, method in methods if method == "append"}
     names = [*added, *listed]
     return (names[0], bool(listed)) if len(names) == 1 and names[0] is not None else None
@@ -362,6 +370,16 @@ def _adds_rows(node: ast.AST) -> bool:
     """Whether `node` is ``total[rows] += ...``."""
     rows = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Subscript)
     return rows and isinstance(node.target.value, ast.Name)
+
+
+def _fills_rows(node: ast.AST) -> bool:
+    """Whether `node` is ``total[rows] = ...``."""
+    rows = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript)
+    return rows and isinstance(node.targets[0].value, ast.Name)
+
+
+def _asks(loop: ast.For) -> bool:
+    return any(isinstance(statement, ast.If) for statement in _statements(loop.body))
 
 
 def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
@@ -555,6 +573,8 @@ def _plain(statement: ast.stmt, total: str) -> bool:
         return _no_grad(statement) and all(_plain(s, total) for s in statement.body)
     if _adds_rows(statement):
         return statement.target.value.id == total
+    if _fills_rows(statement):
+        return statement.targets[0].value.id == total
     if isinstance(statement, ast.Expr):
         call = statement.value
         method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""

@@ -88,11 +88,13 @@ class _Domain(Exception):
 @dataclass(frozen=True)
 class Known:
     """The places of local variables of which the graph up to the loop says more: `masks` hold zeros, and at most one 1
-    in each row, `distinct` integers of which no two in a row are alike. `counted` and `sized`: pairs of integers and of
-    a tensor that has as many rows as these add up to, none below zero, or as there are of them."""
+    in each row, `distinct` integers of which no two in a row are alike, `blank` zeros, or nothing yet. `counted` and
+    `sized`: pairs of integers and of a tensor that has as many rows as these add up to, none below zero, or as there
+    are of them."""
 
     masks: frozenset[int] = frozenset()
     distinct: frozenset[int] = frozenset()
+    blank: frozenset[int] = frozenset()
     counted: frozenset[tuple[int, int]] = frozenset()
     sized: frozenset[tuple[int, int]] = frozenset()
 
@@ -208,7 +210,8 @@ def _writes_nothing(node: fx.Node) -> bool:
     if node.target in _ADDITIONS:
         return given[2].dim() > 0 and same(given[2].shape[0], 0)
     if node.target is aten.add_.Tensor:
-        return node.args[1].target in (aten.mul.Tensor, aten.mul.Scalar) and 0 in node.args[1].args
+        product = getattr(node.args[1], "target", None) in (aten.mul.Tensor, aten.mul.Scalar)
+        return product and 0 in node.args[1].args
     if node.target is aten.copy_.default:
         place, source = ((t.shape, t.stride(), t.storage_offset(), _memory(t)) for t in given[:2])
         return place == source
@@ -320,6 +323,7 @@ class Turn:
         self._check_untouched(view, self.recorder.node(result))
         value = view.value(final)
         if self.is_start(view.value(self.recorder.node(result))):
+            self._check_idle(view, facts)
             return Part(lo, hi)
         fact = facts.of(value)
         if value in facts.broken:
@@ -397,6 +401,15 @@ class Turn:
         self.ends = ends
         return Edge(self.rows == 0, end)
 
+    def _check_idle(self, view: View, facts: TurnFacts) -> None:
+        """A turn that adds nothing must not have taken another way because of something else than its expert's rows."""
+        nodes = [node for node, _ in self._answers] + self.recorder.places
+        found = [facts.of(view.value(node)) for node in (*nodes, *map(self.recorder.node, self.looked_up))]
+        if found:
+            ids = getattr(found[0], "ids", None)
+            self._check_counts(view, facts, ids)
+            self._check_answers(view, facts, ids)
+
     def num_experts(self) -> int:
         """How many experts there are in the lists that the loop reads, or in the parameters that are stacked."""
         held = [getattr(self.owner, name, None) for name in self.cut.reads]
@@ -431,6 +444,10 @@ class Turn:
         """Whether `value` is a mask of which one expert at most is known for each slot."""
         source = self.recorder.sources.get(value.args[0]) if value.op == "input" else None
         return isinstance(source, Local) and source.place in self._known.masks and len(value.meta.shape) in (2, 3)
+
+    def is_blank(self, value: Value) -> bool:
+        """Whether `value` is what the loop fills, and held nothing but zeros, or nothing, before."""
+        return self.cut.fills and self.is_start(value) and self.cut.live.index(self.cut.total) in self._known.blank
 
     def is_distinct(self, value: Value) -> bool:
         """Whether `value` holds a token's expert numbers of which no two are known to be alike."""

@@ -49,6 +49,13 @@ def is_distinct(node: fx.Node) -> bool:
     return name_of(choice) == "topk" and dim in (-1, len(_example(node).shape) - 1)
 
 
+def is_blank(node: fx.Node) -> bool:
+    """Whether the tensor of `node` holds zeros, or nothing yet, and nobody has read it or written into it."""
+    names = ("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros")
+    made = node.op in ("call_function", "call_method") and "out" not in node.kwargs
+    return made and name_of(node) in names and not node.users
+
+
 def _written(nodes: set[fx.Node]) -> bool:
     """Whether something may have been written in place into the memory of `nodes`."""
     memory = {_memory(n) for n in nodes}

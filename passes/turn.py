@@ -319,7 +319,8 @@ def _permute(facts, value, a, *dims):
         i, j = (d % rank for d in dims) if dims else (0, rank - 1)
         order[i], order[j] = order[j], order[i]
     if isinstance(fact, (Choice, Mine)):
-        return replace(fact, axes=tuple(fact.axes[d] for d in order))
+        tokens = [d for d in order if fact.axes[d] == "t"]
+        return replace(fact, axes=tuple(fact.axes[d] for d in order)) if tokens == sorted(tokens) else None
     if isinstance(fact, Member) and order == [1, 0]:
         return Member(replace(fact.weight, transposed=not fact.weight.transposed))
     if isinstance(fact, Staged) and isinstance(fact.inner, Member) and order == [0, 2, 1]:
@@ -431,6 +432,7 @@ def _nonzero(facts, value, mask, n):
 
 @_own(loop_ops.unique.default)
 def _unique(facts, value, ids, n):
+    ids = _root(ids)
     if not facts.turn.is_distinct(ids):
         raise Break("no-match", "the loop goes over numbers that are not proven to be those of a top-k choice")
     return Occupied(ids, facts.turn.num_experts())
@@ -797,6 +799,12 @@ def _add(facts, value, a, b, alpha=1):
 def _index_put(facts, value, base, indices, source, accumulate=False):
     """``total[rows] += ...``, as it is spelled out."""
     fact, by = facts.of(source), [facts.of(index) for index in indices]
+    if facts.turn.is_blank(base) and isinstance(fact, Pointwise) and not accumulate:
+        token = by[0] if len(by) == 1 else None
+        own = isinstance(token, Token) and (token.ids, token.order, token.k) == (fact.ids, fact.order, fact.k)
+        if not own or fact.k != 1 or value.meta.dtype != source.meta.dtype:
+            raise Break("no-match", "rows are filled by an index that is not proven to be theirs")
+        return _combined(facts, fact, base)
     if not isinstance(fact, Onto) or fact.base is not base or accumulate:
         return None
     rows, parts = fact.rows, len(base.meta.shape) == len(by) + 1 and all(isinstance(part, Part) for part in by)

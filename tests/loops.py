@@ -491,6 +491,22 @@ class Lists(Ranged):
         return y
 
 
+class Filled(Ranged):
+    """Rows of all slots are filled in; experts without any add zeros, so that there are gradients."""
+
+    def moe(self, x, ids, weights):
+        flat, shape = ids.view(-1), (*weights.shape, -1)
+        x = x.repeat_interleave(self.top_k, dim=0)
+        y = torch.empty_like(x)
+        for i, expert in enumerate(self.experts):
+            out = expert(x[flat == i])
+            if out.shape[0] > 0:
+                y[flat == i] = out.to(y.dtype)
+            else:
+                y[flat == i] = out.to(y.dtype) + 0 * sum(p.sum() for p in expert.parameters())
+        return (y.view(shape) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
 class BySlot(Ranged):
     """A loop over each token's slots around the one over the experts: one op for each slot."""
 
@@ -537,6 +553,7 @@ FORMS = {
     "ends": Ends,
     "running": Running,
     "lists": Lists,
+    "filled": Filled,
     "biases": lambda: Hit([Mlp(bias=True) for _ in range(E)]),
     "plain": lambda: Ranged([Plain() for _ in range(E)]),
     "top_1": lambda: Hit(top_k=1),

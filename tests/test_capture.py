@@ -116,16 +116,6 @@ class FilledByNeighbours(Filled):
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-class FilledWhereAny(Filled):
-    def mix(self, x, ids, weights):
-        flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
-        y = torch.empty_like(rows)
-        for e, expert in enumerate(self.experts):
-            if (flat == e).any():
-                y[flat == e] = expert(rows[flat == e])
-        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-
 class FilledFromTheMean(Filled):
     def mix(self, x, ids, weights):
         flat, rows = ids.view(-1), x.repeat_interleave(self.k, dim=0)
@@ -154,7 +144,7 @@ def test_a_loop_that_fills_rows_by_masks_needs_no_asking(fullgraph, dynamic):
     assert (len(backend.graphs), backend.fused) == (1, 1)
 
 
-@pytest.mark.parametrize("make", [FilledInPart, FilledByNeighbours, FilledWhereAny, FilledFromTheMean])
+@pytest.mark.parametrize("make", [FilledInPart, FilledByNeighbours, FilledFromTheMean])
 def test_a_loop_that_fills_other_rows_is_traced_as_ever(make):
     model, x, backend, theirs = make(), tokens(), Ours(capture=False), []
 

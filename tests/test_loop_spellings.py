@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import compare
-from loops import Asked, BySlot, E, H, K, Lists, Plain, Ranged, Running, Shared, Table, Unique
+from loops import Asked, BySlot, E, H, K, Lists, Mlp, Plain, Ranged, Running, Shared, Table, Unique
 from test_module_lists import LOOP, Traced, check, fresh, tokens  # noqa: F401  `fresh` is a fixture
 from torch import nn
 from torch.nn import functional as F
@@ -288,6 +288,48 @@ class OtherTokens(Table):
         return y
 
 
+class Sideways(Table):
+    """A mask of batch and length becomes one of length and batch."""
+
+    def forward(self, x):
+        table, ids = self.route(x)
+        y = torch.zeros_like(x).transpose(0, 1).contiguous()
+        flat, shares = x.view(-1, x.size(-1)), table.view(-1, table.size(-1))
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1).t()
+            rows = mask.reshape(-1)
+            if rows.any():
+                y[mask] += expert(flat[rows]) * shares[rows, i].unsqueeze(1)
+        return y.transpose(0, 1)
+
+
+class Tails(Ranged):
+    """Experts that hand their tokens through, unless something else is asked for."""
+
+    def __init__(self):
+        super().__init__([*(Mlp() for _ in range(E - 1)), nn.Identity()])
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            if e == self.num_experts - 1 and (x[:, 0] > 9).any():
+                continue
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class TailsByPlaces(Tails):
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            if e == self.num_experts - 1 and (x[:, 0] > 9).nonzero().shape[0] > 0:
+                continue
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
 class WrittenBetween(Table):
     def forward(self, x):
         table, ids = self.route(x)
@@ -492,7 +534,7 @@ class Carried(BySlot):
     [
         *(OtherQuestion, OtherQuestionWithout, OtherPlaces, Turned, Penalty, Twice, TwiceFirst, OtherWeights),
         *(AllWeights, Two, Assigned, SomeUnique, Backwards, OtherSlot, LeastSlot, OtherColumn, OtherTokens),
-        *(WrittenBetween, OtherList, Carried, Skipped, OtherCounts),
+        *(WrittenBetween, OtherList, Carried, Skipped, OtherCounts, Sideways, Tails, TailsByPlaces),
     ],
 )
 def test_loops_that_are_something_else(make):
@@ -504,6 +546,123 @@ def test_weights_of_the_first_slot():
     """Are weights all the same."""
     model = FirstSlot()
     compare(model, Traced(model), tokens(2, 9))
+
+
+class Filling(Ranged):
+    """`Filled` in parts that can be changed."""
+
+    def moe(self, x, ids, weights):
+        flat = ids.view(-1)
+        x = x.repeat_interleave(self.top_k, dim=0)
+        y = self.start(x)
+        for i, expert in enumerate(self.experts):
+            mask = flat == i
+            if mask.any():
+                y[self.rows(mask)] = expert(x[mask]).to(y.dtype)
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+    def start(self, x):
+        return torch.zeros_like(x)
+
+    def rows(self, mask):
+        return mask
+
+
+class FilledOver(Filling):
+    def start(self, x):
+        return torch.ones_like(x)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.view(-1, H)
+        ids = torch.topk(self.gate(x), K, dim=-1)[1] - 1  # some slots go to no expert
+        return self.moe(x, ids, torch.ones_like(ids, dtype=x.dtype)).view(shape)
+
+
+class FilledAndRead(Filling):
+    def start(self, x):
+        y = torch.zeros_like(x)
+        y[0] = 1
+        self.kept = y.view(-1)
+        return y
+
+
+class FilledNarrowly(Filling):
+    def start(self, x):
+        return torch.zeros_like(x, dtype=torch.bfloat16)
+
+
+class FilledElsewhere(Filling):
+    def rows(self, mask):
+        return mask.flip(0)
+
+
+class FilledInReverse(Filling):
+    def rows(self, mask):
+        return mask.nonzero().squeeze(-1).flip(0)
+
+
+class FilledByToken(Ranged):
+    """The slots of a token overwrite each other."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = (ids == i).any(dim=-1)
+            if mine.any():
+                y[mine] = expert(x[mine])
+        return y
+
+
+class WithoutBranch(FilledNarrowly):
+    """The graph has masks, but what is narrowed in it cannot be fused with the sum."""
+
+    def moe(self, x, ids, weights):
+        flat = ids.view(-1)
+        x = x.repeat_interleave(self.top_k, dim=0)
+        y = torch.empty_like(x, dtype=torch.bfloat16)
+        for i, expert in enumerate(self.experts):
+            y[flat == i] = expert(x[flat == i]).to(y.dtype)
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+@pytest.mark.parametrize("make", [Filling, FilledNarrowly])
+def test_rows_that_are_filled(make):
+    check(make())
+
+
+def test_rows_that_are_filled_without_a_branch():
+    """As masks of a graph where that holds the whole block, else as a loop."""
+    model = WithoutBranch()
+    traced = Traced(model)
+    compare(model, traced, tokens(2, 9))
+    assert traced.counts() == (1, 0) and traced.report.sites[0].detail == LOOP
+
+
+def test_numbers_that_were_chosen_as_a_list():
+    class Flat(Unique):
+        def forward(self, x):
+            weights, ids = torch.topk(self.gate(x), K)
+            y = torch.zeros_like(x)
+            for e in torch.unique(ids.view(-1)).tolist():
+                t, k = torch.where(ids == e)
+                y.index_add_(0, t, self.down[e](F.relu(self.up[e](x[t]))) * weights[t, k, None])
+            return y
+
+    check(Flat(), tokens(9))
+
+
+def test_slots_without_expert_hold_zeros():
+    class Fewer(FilledOver):
+        def start(self, x):
+            return torch.zeros_like(x)
+
+    check(Fewer())
+
+
+@pytest.mark.parametrize("make", [FilledOver, FilledAndRead, FilledElsewhere, FilledInReverse, FilledByToken])
+def test_rows_that_are_filled_otherwise(make):
+    stays(make())
 
 
 class Scaled(Ranged):

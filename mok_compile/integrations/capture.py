@@ -46,14 +46,20 @@ def install(cls: type, name: str, function: types.FunctionType) -> None:
     @functools.wraps(function)
     def method(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
-            _ask_for_masks()
+            ask_for_masks()
         return function(self, *args, **kwargs)
 
     setattr(cls, name, method)
 
 
+def given_up() -> bool:
+    """Whether the flags were of no use in the compile that is under way."""
+    return bool(_given_up)
+
+
 @torch._dynamo.assume_constant_result
-def _ask_for_masks() -> None:
+def ask_for_masks() -> None:
+    """Switches the flags on, by a new trace, where that may be of use."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     settings = InstructionTranslator.current_tx().output.shape_env.settings

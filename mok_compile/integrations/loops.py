@@ -102,7 +102,8 @@ def _install(cls: type, name: str, function: Callable) -> bool:
     from mok_compile.passes.cut import cut
 
     decorator = _decorator(function)
-    made = cut(_undecorated(function), _run)
+    masks = capture.may_fill(_undecorated(function))
+    made = cut(_undecorated(function), functools.partial(_run, masks=masks))
     if made is None:
         return False
     form = made.form if decorator is None else decorator(made.form)
@@ -122,24 +123,27 @@ def _for_us() -> bool:
     return our_options() is not None
 
 
-def _run(cut: Any) -> Callable[[torch.nn.Module, tuple], torch.Tensor | None]:
+def _run(cut: Any, masks: bool) -> Callable[[torch.nn.Module, tuple], torch.Tensor | None]:
     """`run` for the loop of `cut`, which Dynamo itself gets to see nothing of."""
     plan_of = constant_of_module(lambda owner: _plan(cut, owner))
     at = None if cut.appends else cut.live.index(cut.total)
-    return lambda owner, live: run(plan_of, owner, live, at)
+    return lambda owner, live: run(plan_of, owner, live, at, masks)
 
 
-def run(plan_of: Callable, owner: torch.nn.Module, live: tuple, at: int | None) -> torch.Tensor | None:
+def run(plan_of: Callable, owner: torch.nn.Module, live: tuple, at: int | None, masks: bool) -> torch.Tensor | None:
     """What a loop adds up in `owner`, as one op, or what it puts into its list, one after the other; None if that is
     not proven. Traced by Dynamo.
 
-    `live`: the values of the loop's local variables; `at`: where among them is what it adds onto.
+    `live`: the values of the loop's local variables; `at`: where among them is what it adds onto; `masks`: whether what
+    is not proven of the loop may be of its graph.
     """
     if not torch.compiler.is_dynamo_compiling():
         return None  # Dynamo gave the form up and runs it as it is
     comptime(_look)
     plan = plan_of(owner)
     if plan is None:
+        if masks:
+            capture.ask_for_masks()
         return None
     call, passed = plan
     total = None
@@ -347,23 +351,27 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     from mok_compile.integrations.guards import guard
     from mok_compile.integrations.proofs import proven
     from mok_compile.passes.iteration import Known, understand
-    from mok_compile.passes.one_hot import is_distinct, is_one_hot
+    from mok_compile.passes.one_hot import is_blank, is_distinct, is_one_hot
     from mok_compile.passes.rules import Break
 
     if not _live:
         return None
     live, nodes, source = _live.pop()
+    if cut.fills and not cut.asks and not capture.given_up():
+        return None  # without a branch on the data the graph has it all, weights and sum included
     _proven[:] = [(cut, weakref.ref(owner))]
     try:
         if owner in distrusted:
             raise Break("verify", distrusted[owner])
-        told = (frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct))
+        told = (
+            frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct, is_blank)
+        )
         known = Known(*told, *_counted(live, nodes)) if cut.appends else Known(*told)
         engine = our_options().engine
         plan, reach = proven(
             cut,
             owner,
-            (*live, known.masks, known.distinct, known.counted, known.sized, engine),
+            (*live, known.masks, known.distinct, known.blank, known.counted, known.sized, engine),
             lambda reach: _written(understand(cut, owner, live, known, reach), owner, engine),
         )
         guard(owner, source, reach)
