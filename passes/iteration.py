@@ -25,7 +25,7 @@ from mok_compile.passes.effects import Effects
 from mok_compile.passes.facts import Combined, Fact, Onto
 from mok_compile.passes.reach import Reach
 from mok_compile.passes.record import Recorder
-from mok_compile.passes.rules import Break, same
+from mok_compile.passes.rules import Break, _root, same
 from mok_compile.passes.site import Block, _block
 from mok_compile.passes.standins import (
     Absent,
@@ -369,7 +369,7 @@ class Turn:
         if self._asked is None:
             return
         fact = facts.of(view.value(self.recorder.node(self._asked)))
-        if not isinstance(fact, Occupied) or fact.ids is not ids or fact.num_experts < self.range[1]:
+        if not isinstance(fact, Occupied) or _root(fact.ids) is not _root(ids) or fact.num_experts < self.range[1]:
             raise Break("no-match", "the loop is not proven to go over all experts that were hit")
 
     def _check_counts(self, view: View, facts: TurnFacts, ids: Value) -> None:

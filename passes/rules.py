@@ -329,6 +329,8 @@ def _bincount(facts, value, a, weights=None, minlength=0):
 
 def _experts_counted(facts: Facts, a: Value) -> Value | None:
     a = _peel(a)
+    if facts.of(a) is None and not _integer(a):
+        a = _root(a)  # made floats before they were flattened
     fact = facts.of(a)
     if isinstance(fact, Expert):
         return None if fact.clamped else fact.ids

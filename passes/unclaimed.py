@@ -87,10 +87,15 @@ def placed_behind(choice: fx.Node) -> Unclaimed | None:
 def _places(node: fx.Node, experts: int) -> bool:
     """Whether `node` is a running sum of something with as many columns as experts, along the rows."""
     shape = _shape(node)
-    if name_of(node) != "cumsum" or shape is None or len(shape) < 2 or experts not in shape:
+    if name_of(node) != "cumsum" or shape is None or len(shape) < 2 or not any(_is(n, experts) for n in shape):
         return False
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return isinstance(dim, int) and shape[dim] != experts
+    return isinstance(dim, int) and not _is(shape[dim], experts)
+
+
+def _is(size: int | torch.SymInt, number: int | torch.SymInt) -> bool:
+    """Whether both are numbers, and the same: to compare a symbol would have Dynamo guard it."""
+    return isinstance(size, int) and isinstance(number, int) and size == number
 
 
 def _readers(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
@@ -166,10 +171,10 @@ def _logits(choice: fx.Node, experts: int, products: dict) -> bool:
     while pending:
         node = pending.pop()
         shape = _shape(node)
-        if node in seen or not shape or experts not in shape[-2:]:
+        if node in seen or not shape or not any(_is(n, experts) for n in shape[-2:]):
             continue
         seen.add(node)
-        if any(len(_shape(w) or ()) == 2 and experts in _shape(w) for w in products.get(node, ())):
+        if any(len(s := _shape(w) or ()) == 2 and any(_is(n, experts) for n in s) for w in products.get(node, ())):
             return True
         pending += node.all_input_nodes
     return False

@@ -31,6 +31,17 @@ class Split(Block):
         return parts
 
 
+class CountsOfFloats(Split):
+    """Made floats before they are flattened."""
+
+    def mix(self, x, ids, weights):
+        self.ids = ids
+        return super().mix(x, ids, weights)
+
+    def counts(self, flat):
+        return torch.histc(self.ids.float().view(-1), EXPERTS, 0, EXPERTS - 1).int().tolist()
+
+
 class CountsByOneHot(Split):
     def counts(self, flat):
         return F.one_hot(flat, EXPERTS).sum(0).tolist()
@@ -202,7 +213,7 @@ def blocks(*classes):
     return [pytest.param(cls, marks=over_ranges) if issubclass(cls, Ranges) else cls for cls in classes]
 
 
-@pytest.mark.parametrize("block", blocks(Split, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens))
+@pytest.mark.parametrize("block", blocks(Split, CountsOfFloats, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens))
 def test_fused(block):
     fused = check_fused(block(), tokens(), tolerance=1e-9)
     assert [spec.activation for spec in fused.specs] == ["silu(gate) * up"]
