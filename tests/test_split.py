@@ -213,7 +213,9 @@ def blocks(*classes):
     return [pytest.param(cls, marks=over_ranges) if issubclass(cls, Ranges) else cls for cls in classes]
 
 
-@pytest.mark.parametrize("block", blocks(Split, CountsOfFloats, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens))
+@pytest.mark.parametrize(
+    "block", blocks(Split, CountsOfFloats, CountsByOneHot, JetMoe, Ranges, RangesByEnds, RangesOfSomeTokens)
+)
 def test_fused(block):
     fused = check_fused(block(), tokens(), tolerance=1e-9)
     assert [spec.activation for spec in fused.specs] == ["silu(gate) * up"]
