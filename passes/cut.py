@@ -92,6 +92,9 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     """
     tree = _source(function)
     found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
+    # Rows of something else may be filled in before.
+    adding = [(body, i) for body, i in found if not any(map(_fills_rows, ast.walk(body[i])))]
+    found = adding or found
     # Around the loop over the experts there may be one over a token's slots, which Dynamo goes through.
     found = [(body, i) for body, i in found if not any(_holds(body[i], inner) for inner, _ in found)]
     if len(found) != 1 or not tree.args.args or not _has_builtins(function):
@@ -375,7 +378,7 @@ def _adds_rows(node: ast.AST) -> bool:
 def _fills_rows(node: ast.AST) -> bool:
     """Whether `node` is ``total[rows] = ...``."""
     rows = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript)
-    return rows and isinstance(node.targets[0].value, ast.Name)
+    return rows and isinstance(node.targets[0].value, ast.Name) and not isinstance(node.targets[0].slice, ast.Slice)
 
 
 def _asks(loop: ast.For) -> bool:

@@ -299,6 +299,8 @@ class Sorted(Ranged):
 class Remote(Sorted):
     """The inference of DeepSeek's own model files: no gradients, counts in numpy, and the names of another loop."""
 
+    ranks = 1
+
     @torch.no_grad()
     def moe(self, x, topk_ids, topk_weight):
         counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
@@ -309,6 +311,13 @@ class Remote(Sorted):
         tokens_per_expert = counts.sum(dim=0).cpu().numpy()
         indices = topk_ids.view(-1).argsort()
         sorted_tokens = x[indices // topk_ids.shape[1]]
+        if self.ranks > 1:
+            gathered, s = counts.new_zeros(len(indices)), 0
+            for i, k in enumerate(tokens_per_expert):
+                gathered[s : s + k] = i % self.ranks
+                gathered[i] = s
+                s += k
+            sorted_tokens = sorted_tokens[gathered.argsort()]
         outputs = []
         start_idx = 0
         for i, num_tokens in enumerate(tokens_per_expert):
