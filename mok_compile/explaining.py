@@ -85,15 +85,15 @@ class Collector:
         self._calls: dict[tuple[str, int], set[str]] = defaultdict(set)  # by source line: what is called there
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
-        for node in gm.graph.nodes:
-            for line in lines_of(node):
-                self._calls[line].add(name_of(node))
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         trace_again_if_wrong(twin, inputs, self.options)
         sites = fuse(twin, inputs, self.options, watched=True)
         trace_again_if_open(twin)
         trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))
+        for node in gm.graph.nodes:  # of no graph that is traced again
+            for line in lines_of(node):
+                self._calls[line].add(name_of(node))
         found = Report(sites, [dump.graph(before, dump.code(twin))])
         if self.options.dump:
             dump.publish(found, self.options)
