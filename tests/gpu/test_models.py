@@ -10,6 +10,7 @@ import hf
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 
 import mok_compile
 from mok_compile import coverage
@@ -31,7 +32,19 @@ def fresh():
     counters.clear()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "llama4", "aria"])
+# docs/releases.md; https://github.com/pytorch/pytorch/pull/179635
+SLICES_BREAK = pytest.mark.xfail(
+    torch.__version__ < TorchVersion("2.12"), reason="this release breaks the graph at slices of counts", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "llama4"),
+        pytest.param("aria", marks=SLICES_BREAK),
+    ],
+)
 def test_every_setting_is_fused(family):
     """The graphs that a GPU's kernels give rise to, with every fused block compared with what it replaces."""
     row = coverage.measure([family], "cuda")[family]
