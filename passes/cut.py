@@ -50,7 +50,7 @@ _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 _NUMBERS, _BEFORE = "__mok_numbers__", "__mok_before__"
 # Builtins that the probe gets its own versions of: the expert's number is no int there.
-SHADOWED = ("enumerate", "int", "len", "zip")
+SHADOWED = ("enumerate", "int", "isinstance", "len", "zip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -556,6 +556,8 @@ _SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
     ast.GeneratorExp,
 )  # fmt: skip
+# What tells a stand-in from what it stands for.
+_TELLS_APART = ("id", "type")
 _FORBIDDEN = (*_SCOPES, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Starred)
 
 
@@ -564,6 +566,8 @@ def _plain(statement: ast.stmt, total: str) -> bool:
     tensors, or to append to `total`."""
     nodes = list(ast.walk(statement))
     if {node for node in nodes if isinstance(node, _FORBIDDEN)} - set(map(_summed, nodes)):
+        return False
+    if any(isinstance(node, ast.Name) and node.id in _TELLS_APART for node in nodes):
         return False
     if isinstance(statement, ast.For):
         targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else [statement.target]

@@ -6,6 +6,7 @@ must run as often as in eager, so it is no block; and what the proof's own run h
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from mok_compile.passes.reach import CONTAINERS, Reach, is_constant
+from mok_compile.passes.rules import Break
 
 _OPEN = (list, dict, set, deque)  # containers that can change
 
@@ -31,12 +33,22 @@ class Effects:
         held = [attribute for _, attributes in (*self._attributes, *self._classes) for attribute in attributes.values()]
         found = _containers([*held, *(value for _, _, value in self._globals)])
         self._contents = [(value, _copy(value)) for value in found]
-        self._random = random.getstate()
+        reached = list(reach.held(owner))
+        if any(map(_moves_unseen, reached)):
+            raise Break("mutation", "the loop can read an iterator, or draw numbers of numpy's, unseen")
+        drawn = [random, *(value for value in reached if isinstance(value, random.Random))]
+        self._draws = [(source.getstate, source.setstate) for source in drawn]
+        if "numpy.random" in sys.modules:
+            numbers = sys.modules["numpy.random"]
+            self._draws.append((numbers.get_state, numbers.set_state))
+        self._drawn = [get() for get, _ in self._draws]
 
     def undo(self) -> bool:
         """Puts back what has changed; whether anything has."""
-        changed = random.getstate() != self._random
-        random.setstate(self._random)
+        changed = False
+        for (get, put), before in zip(self._draws, self._drawn, strict=True):
+            changed |= pickle.dumps(get()) != pickle.dumps(before)  # of numpy's, an array is part
+            put(before)
         for now, before in self._attributes:
             if _differ(now, before):
                 changed = True
@@ -58,6 +70,11 @@ class Effects:
                 now.clear()
                 now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
         return changed
+
+
+def _moves_unseen(value: Any) -> bool:
+    """Whether reading `value` may leave something behind that nobody can compare or put back."""
+    return hasattr(type(value), "__next__") or type(value).__module__.startswith("numpy.random")
 
 
 def _copy(container: Any) -> dict | set | list:

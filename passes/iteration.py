@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from mok_compile.passes.alike import check_quiet
 from mok_compile.passes.cut import Cut
@@ -43,6 +48,7 @@ from mok_compile.passes.standins import (
     Split,
     Zipped,
     before,
+    is_kind,
     length_of,
     number_of,
     numbered,
@@ -60,7 +66,7 @@ from mok_compile.passes.turn import (
     Used,
     not_from_0,
 )
-from mok_compile.passes.view import Cell, Value, View
+from mok_compile.passes.view import Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
@@ -183,6 +189,8 @@ def _prove(
         changed = effects.undo()
     if changed:
         raise Break("mutation", "the loop changes more than tensors: an attribute, a list, the random numbers' state")
+    for recorded in (turn, idle):
+        recorded.check_untouched()
     if not idle.asked <= turn.asked:
         raise Break("data-dependent", "what an expert without tokens does depends on something else than that")
     if not idle.unchanged(nothing):
@@ -204,6 +212,11 @@ def _is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
+def _is_least(number: int, size: torch.SymInt | None) -> bool:
+    """Whether `size` is never below `number`: the half of a size may be one."""
+    return size is not None and statically_known_true(size >= number)
+
+
 def _writes_nothing(node: fx.Node) -> bool:
     """Whether this in-place op leaves its tensor as it is: adds no rows, or zero times something, or copies it."""
     given = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in node.args]
@@ -216,6 +229,14 @@ def _writes_nothing(node: fx.Node) -> bool:
         place, source = ((t.shape, t.stride(), t.storage_offset(), _memory(t)) for t in given[:2])
         return place == source
     return False
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that this op writes into."""
+    arguments = node.target._schema.arguments
+    given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs.get(a.name)) for a in arguments)]
+    values = (value for a, value in given if a.alias_info is not None and a.alias_info.is_write)
+    return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
 class Pinned(Exception):
@@ -246,11 +267,14 @@ class Turn:
         self._asked: torch.Tensor | None = None  # the numbers of the experts that the loop goes over
         self.looked_up: list[torch.Tensor] = []  # of which the turn takes its expert's entry as the number of its rows
         self._answers: list[tuple[fx.Node, bool]] = []  # that the turn got when it asked whether its expert has rows
+        self.by_counts = False  # whether the loop goes over counts
+        self._earlier: list[fx.Node] = []  # what was computed before the turn
         self.picked_of: set[int] = set()  # how many experts there are where the turn takes its own from
         self._total: Any = None
         self._known = Known()
         self._rows: fx.Node | None = None  # what is left of the total, [T, H]
-        self._exprs = {s.node.expr for v in live if isinstance(v, torch.Tensor) for s in v.shape if _is_symbol(s)}
+        symbolic = (s for v in live if isinstance(v, torch.Tensor) for s in v.shape if _is_symbol(s))
+        self._exprs = {size.node.expr: size for size in symbolic}
         self._symbols: dict[Any, torch.SymInt] = {}  # what sizes of the recording are in the graph
 
     def run(self) -> torch.Tensor | None:
@@ -265,6 +289,7 @@ class Turn:
             "__mok_numbers__": self._numbers,
             "__mok_before__": before,
             "int": number_of,
+            "isinstance": is_kind,
             "len": length_of,
             "enumerate": numbered,
             "zip": zipped,
@@ -290,6 +315,18 @@ class Turn:
         memory = _memory(self._total)
         written = (n for n in self.recorder.written() if _memory(n.args[0].meta["example_value"]) == memory)
         return result is self._total and all(map(_writes_nothing, written))
+
+    def check_untouched(self) -> None:
+        """Nothing but the total may be written into of what another turn reads: what was there before this one."""
+        graph = self.recorder.graph
+        views = (loop_ops.pick.default, loop_ops.segment.default)
+        given = (n for n in graph.nodes if n.op == "placeholder" or n.target in views)
+        values = (node.meta.get("example_value") for node in (*given, *self._earlier))
+        held = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+        held -= {_memory(self._total)} if isinstance(self._total, torch.Tensor) else set()
+        written = (a for n in self.recorder.written() for a in _written_by(n))
+        if any(_memory(a.meta["example_value"]) in held for a in written):
+            raise Break("mutation", "the loop writes into a tensor that it reads")
 
     def answer(self, asked: torch.Tensor) -> bool:
         """Whether the number `asked` is not zero, if it says whether the expert has rows: `conclude` makes sure."""
@@ -320,7 +357,6 @@ class Turn:
         if self.ends is not None:
             self.bounds = view.value(self.recorder.node(self.ends))
         facts = self._facts(view)
-        self._check_untouched(view, self.recorder.node(result))
         value = view.value(final)
         if self.is_start(view.value(self.recorder.node(result))):
             self._check_idle(view, facts)
@@ -338,6 +374,7 @@ class Turn:
         self._check_all_hit(view, facts, fact.rows.ids)
         self._check_counts(view, facts, fact.rows.ids)
         self._check_answers(view, facts, fact.rows.ids)
+        self._check_all_counted(view)
         if isinstance(fact, Passed):
             return Part(lo, hi, passed=fact, sources=sources)
         if lo != 0:
@@ -379,6 +416,13 @@ class Turn:
             if not isinstance(fact, Used) or fact.ids is not ids or fact.num_experts < self.range[1]:
                 raise Break("no-match", "the loop skips experts by numbers that are not proven to count their rows")
 
+    def _check_all_counted(self, view: View) -> None:
+        """A loop over counts goes on where there are more of them than the least number that was asked for."""
+        asked = (v.args[1] for v in view.values if v.op is loop_ops.tally.default)
+        least = min((n for n in asked if isinstance(n, int)), default=None)
+        if self.by_counts and least is not None and any(least < size for size in self.picked_of):
+            raise Break("no-match", "the loop is not proven to go no further than the experts that it counts")
+
     def _check_answers(self, view: View, facts: TurnFacts, ids: Value) -> None:
         """What a loop asks, and places that it looks for, must be those of the rows of its expert by these `ids`."""
         for node, negated in self._answers:
@@ -419,15 +463,6 @@ class Turn:
         if len(sizes) != 1:
             raise Break("data-dependent", "the loop goes over numbers of which nothing is known")
         return sizes.pop()
-
-    def _check_untouched(self, view: View, final: fx.Node) -> None:
-        """Nothing but the total may be written into."""
-        mine = view.cells[final].storage
-        for node, cell in view.cells.items():
-            read = node.op == "placeholder" or node.target is loop_ops.pick.default
-            written = read and isinstance(cell, Cell) and len(cell.history) > 1
-            if written and cell.storage is not mine:
-                raise Break("mutation", "the loop writes into a tensor that it reads")
 
     def _finished(self, result: torch.Tensor | None) -> fx.Graph:
         node = self.recorder.node(result) if isinstance(result, torch.Tensor) else None
@@ -501,12 +536,13 @@ class Turn:
                 return sizes[key]
             factor, symbols = key.as_coeff_mul()
             parts = next((other for other in self._exprs if (key / other).is_Integer and key != other), None)
-            if self._exprs.issuperset(symbols) and key not in symbols:
+            if self._exprs.keys() >= {*symbols} and key not in symbols:
                 sizes[key] = math.prod(map(of, symbols)) * int(factor)
             elif parts is not None:
                 sizes[key] = of(parts) * int(key / parts)
             else:
-                sizes[key] = self.recorder.size(2)
+                meant = self._exprs.get(key, size)
+                sizes[key] = self.recorder.size(next(n for n in (2, 1, 0) if not n or _is_least(n, meant)))
             if size is not None:
                 self._symbols[sizes[key].node.expr] = size
             return sizes[key]
@@ -544,7 +580,7 @@ class Turn:
         elif isinstance(items, Zipped):
             size, make = items.size, lambda index: items[index]
         elif isinstance(items, Counted):
-            self._counted = items.items
+            self._counted, self.by_counts = items.items, True
             # Running counts in a narrower type would not be those that the op is given.
             if items.items.dim() != 1 or items.items.dtype not in _WHOLE:
                 raise Break("no-match", "the loop does not go over one count for each expert")
@@ -563,6 +599,7 @@ class Turn:
             raise Break("data-dependent", f"the loop goes over a {type(items).__name__}")
         if self.range is None:
             raise _Domain(size)
+        self._earlier = list(self.recorder.graph.nodes)
         self.recorder.rows = self.recorder.size() if self.rows is None else self.rows
         yield make(Index(*self.range, dims))
         self.recorder.rows = None

@@ -50,7 +50,7 @@ class Reach:
         self._add(function)
         while True:
             known = self._size()
-            held = tuple(self._held(owner))
+            held = tuple(self.held(owner))
             objects = tuple(filter(is_object, held))
             self.classes = {type(value) for value in objects}
             self._called = {type(value) for value in objects if value is not owner or self.calls_owner} | self.types
@@ -106,9 +106,9 @@ class Reach:
 
     def objects(self, owner: torch.nn.Module) -> Iterator[Any]:
         """`owner` and all objects that can be reached from it, from a global or from a closure, each once."""
-        return (value for value in self._held(owner) if is_object(value))
+        return (value for value in self.held(owner) if is_object(value))
 
-    def _held(self, owner: torch.nn.Module) -> Iterator[Any]:
+    def held(self, owner: torch.nn.Module) -> Iterator[Any]:
         """The same with all else that is no constant: functions, containers."""
         starts = [getattr(sys.modules[module], name) for module, name in self.globals]
         pending, seen, alive = [owner, *starts, *self.enclosed()], set(), []

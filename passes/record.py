@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -132,6 +132,8 @@ class Recorder(TorchDispatchMode):
             # Without a least number of experts, as many are counted as are hit up to the last one.
             experts = args[2] if len(args) > 2 and args[2] > 0 else self.size()
             func, args = torch.ops.mok_loop.tally.default, (args[0], experts)
+        if func in _SQUEEZES and not all(map(_is_told, _squeezed(*args))):
+            raise Break("data-dependent", "the loop squeezes a dimension of which nobody knows whether it is one")
         if torch.Tag.data_dependent_output in func.tags:
             raise Break("data-dependent", f"the loop waits for the value of {func._schema.name}")
         self._follow_grad_mode()
@@ -193,6 +195,21 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled() != self._grad:
             self._grad = torch.is_grad_enabled()
             self.graph.call_function(torch._C._set_grad_enabled, (self._grad,))
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+def _squeezed(tensor: torch.Tensor, dims: int | Sequence[int] | None = None) -> list[int | torch.SymInt]:
+    """The sizes that are asked for being one."""
+    if dims is None or not tensor.dim():
+        return [*tensor.shape]
+    return [tensor.shape[dim] for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _is_told(size: int | torch.SymInt) -> bool:
+    """Whether `size` is known to be one, or to be another."""
+    return statically_known_true(size == 1) or statically_known_true(size != 1)
 
 
 def _memory(node: fx.Node) -> set[int]:

@@ -56,7 +56,16 @@ class Local:
     listed: bool = False
 
 
-class Index:
+class _Unasked:
+    """Base of what stands for a number or for numbers: none of their other attributes, asked by name, is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's and torch's own questions
+            raise AttributeError(name)
+        raise Break("no-match", f"the loop reads {name} of a number")
+
+
+class Index(_Unasked):
     """The number of an expert in [lo, hi), no particular one: as a tensor with `dims` dimensions or as an integer."""
 
     __hash__ = None
@@ -129,6 +138,13 @@ def number_of(value: Any = 0, *args) -> Any:
     return value.item() if isinstance(value, (Index, Count, torch.Tensor)) else int(value, *args)
 
 
+def is_kind(value: Any, kinds: Any) -> bool:
+    """Stands for `isinstance`."""
+    if isinstance(value, (_Unasked, Listed)):
+        raise Break("no-match", "the loop asks of what kind a number, or a list for all experts, is")
+    return isinstance(value, kinds)
+
+
 def length_of(value: Any) -> Any:
     """Stands for `len`, which would make a number of a size."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
@@ -182,7 +198,7 @@ class Zipped:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(_Unasked):
     """The numbers in `tensor`, as Python has them."""
 
     tensor: torch.Tensor
@@ -210,7 +226,7 @@ class Numbers:
         return Count(self.turn.rows == 0)
 
 
-class Count:
+class Count(_Unasked):
     """How many rows the turn's expert has: none, or (`idle` False) some. `exact`: nothing else than that many, if the
     numbers that the loop goes over are counts."""
 
@@ -263,7 +279,7 @@ class Count:
             raise Break("no-match", "the loop compares the number of an expert's rows with something else than none")
 
 
-class Edge:
+class Edge(_Unasked):
     """Where the rows of the turn's expert begin, or `end`, in rows that are sorted by expert; `idle`: it has none."""
 
     __hash__ = None
@@ -272,22 +288,28 @@ class Edge:
         self.idle, self.end = idle, end
 
     def __eq__(self, other):
-        return self.idle or self.end == self._end(other)
+        end = self._end(other)
+        return self.idle or self.end == end
 
     def __ne__(self, other):
         return not self == other
 
     def __lt__(self, other):
-        return not self.idle and not self.end and self._end(other)
+        end = self._end(other)
+        return not self.idle and not self.end and end
 
     def __gt__(self, other):
-        return not self.idle and self.end and not self._end(other)
+        end = self._end(other)
+        return not self.idle and self.end and not end
 
     def __le__(self, other):
         return not self > other
 
     def __ge__(self, other):
         return not self < other
+
+    def __bool__(self):
+        raise Break("no-match", "the loop depends on the place of an expert's rows")
 
     def __sub__(self, other):
         if not self.end or self._end(other):
@@ -325,6 +347,8 @@ class Appended:
 class Owner:
     """The module whose method the loop is in; lists and dictionaries of modules in it pick the expert by its number."""
 
+    __class__ = property(lambda self: type(self.__dict__["_mok_turn"].owner))  # what `isinstance` asks for
+
     def __init__(self, turn: Turn) -> None:
         self.__dict__["_mok_turn"] = turn
 
@@ -345,6 +369,8 @@ class Owner:
 
 class Group:
     """A container of experts."""
+
+    __class__ = property(lambda self: type(self._modules))  # what `isinstance` asks for
 
     def __init__(self, turn: Turn, name: str, modules: torch.nn.Module) -> None:
         kinds = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -397,8 +423,18 @@ class Group:
 class Expert:
     """An expert that stands for all of `members`."""
 
+    __class__ = property(lambda self: type(self._members[0]))  # what `isinstance` asks for
+
     def __init__(self, turn: Turn, container: str, keys: tuple, members: list[torch.nn.Module]) -> None:
         self._turn, self._container, self._keys, self._members = turn, container, keys, members
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
+        raise Break("no-match", f"the loop reads {name} of an expert")
+
+    def __bool__(self) -> bool:
+        return bool(self._members[0])
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (self._picked(name, parameter) for name, parameter in self._members[0].named_parameters())
@@ -406,7 +442,9 @@ class Expert:
     def _picked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         source = Members(self._container, self._keys, name)
         bank = self._turn.recorder.empty((len(self._members), *tensor.shape), tensor, source)
-        return loop_ops.pick(bank, False)
+        picked = loop_ops.pick(bank, False)
+        picked._is_param = isinstance(tensor, torch.nn.Parameter)  # what `isinstance` asks for
+        return picked
 
     def __call__(self, *args, **kwargs):
         first = self._members[0]
@@ -444,6 +482,10 @@ class Listed:
         return loop_ops.pick(self._turn.recorder.empty(shape, first, Local(self._place, listed=True)), False)
 
 
+# Of the tensors of a recording, nothing that autograd says is what eager would be told.
+_GRADIENTS = [getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")]
+
+
 class Indexing(TorchFunctionMode):
     """Tensors that are indexed or compared with an `Index`, and dropout, which is told by its name and rate."""
 
@@ -470,6 +512,8 @@ class Indexing(TorchFunctionMode):
             args = (args[0], tuple(map(_listed, args[1])))
         if func is torch.Tensor.__getitem__ and isinstance(args[1], Numbers):
             args = (args[0], _listed(args[1]))
+        if func in _GRADIENTS:
+            raise Break("data-dependent", "the loop asks about the gradients of a tensor")
         if func is torch.Tensor.numpy:
             return Numbers(args[0], self.turn)
         if func in (torch.Tensor.__bool__, torch.Tensor.item) and args[0].numel() == 1:

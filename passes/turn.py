@@ -426,7 +426,8 @@ def _nonzero(facts, value, mask, n):
         raise Break("no-match", "a token may go to one expert twice, and would be counted once")
     # The places of two masks are in the same order if they run through tokens and slots alike.
     axes = [axis for axis in fact.axes if axis != "1"]
-    order = "slot by slot" if axes[0] == "k" else "token by token"
+    before = axes.index("k") if "k" in axes else axes.count("t")
+    order = {axes.count("t"): "token by token", 0: "slot by slot"}.get(before, f"slots behind {before} of the axes")
     return ChosenAt(fact.ids, order, fact.axes, mask.meta.shape)
 
 
@@ -756,6 +757,8 @@ def _behind_dropout(facts, value, *args, **kwargs):
     apply = OWN.get(value.op)
     whole = apply(facts, low, *args, **kwargs) if apply else None
     whole = RULES[value.op](facts, low, *args, **kwargs) if whole is None else whole
+    if value.op is aten.add.Tensor and not isinstance(whole, Onto):
+        raise Break("post-norm", "something is added to the experts' outputs behind dropout")
     return replace(fact, rows=whole) if isinstance(whole, (Pointwise, Onto, Combined)) else None
 
 

@@ -364,6 +364,8 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     try:
         if owner in distrusted:
             raise Break("verify", distrusted[owner])
+        if not cut.appends and _is_given(nodes[cut.live.index(cut.total)]):
+            raise Break("mutation", "the loop adds onto a tensor from outside of the graph, which it may read besides")
         told = (
             frozenset(i for i, n in enumerate(nodes) if n and says(n)) for says in (is_one_hot, is_distinct, is_blank)
         )
@@ -387,6 +389,22 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         return None
     refused.pop(owner, None)
     return plan
+
+
+def _is_given(node: torch.fx.Node | None) -> bool:
+    """Whether the tensor of `node` is in the memory of one that the graph gets: an argument, a parameter, a buffer."""
+    if node is None:
+        return False
+    examples = (n.meta.get("example_value") for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
+    given = {_memory(example) for example in examples if isinstance(example, torch.Tensor)} - {None}
+    return _memory(node.meta["example_value"]) in given
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a subclass, which is refused later
+        return None
 
 
 def _counted(live: tuple, nodes: list) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
