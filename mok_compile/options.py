@@ -54,8 +54,10 @@ class Options:
 
 
 def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Our options and the rest. ValueError for an unknown ``mok.`` key or an environment variable with a wrong value,
-    TypeError for a value of the wrong type."""
+    """Our options and the rest. ValueError for an unknown ``mok.`` key, one of ours without it, or an environment
+    variable with a wrong value, TypeError for a value of the wrong type."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a dict, got {type(options).__name__}; inputs go into explain(model)(inputs)")
     known = {field.name: field for field in fields(Options)}
     given = {name: _from_environment(field) for name, field in known.items() if _variable(name) in os.environ}
     for variable in os.environ:
@@ -68,6 +70,8 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     rest = {}
     for key, value in (options or {}).items():
         name = key.removeprefix(PREFIX)
+        if key in known:
+            raise ValueError(f"unknown option {key!r}; this backend's own is {PREFIX + key!r}")
         if not key.startswith(PREFIX):
             rest[key] = value
         elif name in known:

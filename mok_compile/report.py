@@ -56,7 +56,7 @@ REASONS = {
     ),
     "mutation": (
         "an input of the block is overwritten before the block ends",
-        "do not write it in place, or write into a copy",
+        "do not write it in place, or write into a copy; add onto a new tensor",
     ),
     "hooks": (
         "a hook sits on a value inside the block",

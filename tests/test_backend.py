@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from dataclasses import fields
 
 import pytest
 import torch
@@ -47,6 +48,18 @@ def test_options_are_split():
     assert mine == Options(strict=True, engine="portable")
     assert rest == {"max_autotune": True, "trace.enabled": False}
     assert split(None) == (Options(), {})
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Options)])
+def test_an_option_of_ours_without_its_prefix(name):
+    assert not hasattr(torch._inductor.config, name)
+    with pytest.raises(ValueError, match=f"unknown option '{name}'; this backend's own is 'mok.{name}'"):
+        split({name: True})
+
+
+def test_inputs_in_the_place_of_options():
+    with pytest.raises(TypeError, match=r"got Tensor; inputs go into explain\(model\)\(inputs\)"):
+        mok_compile.explain(torch.nn.Identity(), torch.zeros(2))
 
 
 @pytest.mark.parametrize("key", ["mok.strickt", "mok.", "mok.Strict"])

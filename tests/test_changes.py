@@ -399,15 +399,22 @@ def with_children():
     return block
 
 
-def test_hooks_that_come_later_where_dynamo_is_to_guard_them():
-    """As for other modules, torch._dynamo.config decides."""
+@pytest.mark.parametrize("where", ["expert", "inside"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_that_come_later(kind, where):
+    """A loop that stays one runs them, so they take the loop back to what it was."""
     block, x = Hit(), tokens(2, 9)
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        traced = Traced(block)
-        compare(block, traced, x)
-        assert traced.report.fused == 1
-        block.experts[1].up_proj.register_forward_hook(lambda module, args, out: out * 2)
-        compare(block, traced, x)
+    traced = Traced(block)
+    compare(block, traced, x)
+    assert traced.report.fused == 1
+    module = block.experts[1] if where == "expert" else block.experts[1].up_proj
+    calls = []
+    handle = getattr(module, f"register_{kind}")(lambda *_: calls.append(0))
+    traced(x).sum().backward()
+    assert len(calls) == 1
+    handle.remove()
+    block.zero_grad()
+    compare(block, traced, x)
 
 
 class Optional(Hit):

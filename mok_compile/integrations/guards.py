@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import config
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, Source, UnspecializedNNModuleSource
@@ -42,12 +41,14 @@ def guard(owner: torch.nn.Module, source: Source, reach: Reach) -> None:
     space = InstructionTranslator.current_tx().import_source
     for module, name in sorted(reach.globals):
         walk.value(getattr(sys.modules[module], name), AttrSource(space(module), name))
-    install_guard(space("torch").make_guard(_unchanged(reach, walk.rest)))
+    install_guard(space("torch").make_guard(_unchanged(reach, walk.rest, walk.unhooked)))
 
 
-def _unchanged(reach: Reach, held: list) -> Callable:
+def _unchanged(reach: Reach, held: list, unhooked: list[dict]) -> Callable:
     """A guard of what has no source of Dynamo's: the code itself, what its closures hold, what belongs to classes, and
-    the objects in `held`, which are none that Dynamo can look into."""
+    the objects in `held`, which are none that Dynamo can look into. And of hooks, since a loop that stays one calls
+    modules in eager mode, which runs those that came later (in a graph Dynamo would leave them out, and has guards for
+    them only on request): one look at all of them, where experts may have hundreds."""
     methods = [(cls, name, getattr(cls, name, None)) for cls, name, _ in reach.methods()]
     methods = [method for method in methods if getattr(*method[:2], None) is method[2]]  # no bound methods
     functions = [(f, (f.__code__, f.__defaults__, f.__kwdefaults__)) for f in reach.functions]
@@ -56,7 +57,8 @@ def _unchanged(reach: Reach, held: list) -> Callable:
 
     def check(_) -> bool:
         return (
-            all(getattr(cls, name, None) is method for cls, name, method in methods)
+            not any(unhooked)
+            and all(getattr(cls, name, None) is method for cls, name, method in methods)
             and all((f.__code__, f.__defaults__, f.__kwdefaults__) == then for f, then in functions)
             and (not told or describe_held(reach, held) == told)
         )
@@ -89,10 +91,11 @@ def _check_settled(owner: torch.nn.Module, reach: Reach, side_effects: SideEffec
 
 
 class _Walk:
-    """Guards one value after the other, each once; `rest` collects what no guard of Dynamo's tells apart."""
+    """Guards one value after the other, each once; `rest` collects what no guard of Dynamo's tells apart, `unhooked`
+    the dictionaries in which modules would have hooks."""
 
     def __init__(self, reach: Reach) -> None:
-        self.reach, self.rest = reach, []
+        self.reach, self.rest, self.unhooked = reach, [], []
         self._seen: set[int] = set()
 
     def attributes(self, value: Any, source: Source) -> None:
@@ -104,8 +107,7 @@ class _Walk:
                 place: Source = DictGetItemSource(AttrSource(source, store), name)
                 install_guard(place.make_guard(GuardBuilder.CONSTANT_MATCH))
         if isinstance(value, torch.nn.Module) and value is not self.reach.owner:
-            for name in () if config.skip_nnmodule_hook_guards else HOOKS:
-                install_guard(AttrSource(source, name).make_guard(GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT))
+            self.unhooked += [hooks for name in HOOKS if not (hooks := getattr(value, name))]
         if isinstance(value, torch.nn.Module) and self.reach.is_dynamic(value):
             install_guard(AttrSource(source, "_modules").make_guard(GuardBuilder.DICT_KEYS_MATCH))
         for name, attribute in self.reach.attributes(value):
