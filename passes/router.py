@@ -319,7 +319,7 @@ class _Search:
             for a, b in (choice.args, choice.args[::-1]):
                 if isinstance(a, Value) and isinstance(b, Value) and self._free(a) is scores and self._per_expert(b):
                     return scores, True, groups, b
-        raise _stop("the weights are scores of something else than what top-k chose from")
+        raise _stop("top-k is not proven to choose from the scores that the weights are, as they are or corrected")
 
     def _per_expert(self, value: Value) -> bool:
         """Whether `value` holds one number for each expert, the same for all tokens."""

@@ -198,7 +198,10 @@ def _cut_off(graph: fx.Graph) -> list[Miss]:
         return []
     if (found := placed_behind(router)) is not None:
         return [Miss((found.at,), found.reason, found.detail, found.at)]
-    detail = "the expert ids leave the graph here: a Python loop over the experts follows"
+    detail = (
+        "the expert ids leave the graph here: a Python loop over the experts follows, or another statement that waits "
+        "for the data, such as bincount or nonzero"
+    )
     return [Miss((router,), "data-dependent", detail, router)]
 
 
