@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from mok_compile.passes.likeness import HOOKS
 from mok_compile.passes.reach import INTERNAL, Reach
 from mok_compile.passes.rules import Break
 
 
 def _hooked(module: torch.nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks)
+    return any(getattr(module, name) for name in HOOKS)
 
 
 def check_quiet(owner: torch.nn.Module, reads: tuple[str, ...]) -> None:

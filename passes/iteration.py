@@ -158,7 +158,7 @@ def _check_apart(cut: Cut, live: tuple) -> None:
     """What the loop adds onto must share no memory with what it reads."""
     total = live[cut.live.index(cut.total)]
     others = [v for place, v in enumerate(live) if cut.live[place] != cut.total and isinstance(v, torch.Tensor)]
-    if isinstance(total, torch.Tensor) and _memory(total) in map(_memory, others):
+    if isinstance(total, torch.Tensor) and memory_of(total) in map(memory_of, others):
         raise Break("mutation", "the loop adds onto a tensor that it reads")
 
 
@@ -171,10 +171,11 @@ def _fix_slots(value: Any) -> None:
             int(slots)
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of `tensor` from that of others; None of a subclass, which is refused later."""
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a subclass, which is refused later
+    except (NotImplementedError, RuntimeError):
         return None
 
 
@@ -226,7 +227,7 @@ def _writes_nothing(node: fx.Node) -> bool:
         product = getattr(node.args[1], "target", None) in (aten.mul.Tensor, aten.mul.Scalar)
         return product and 0 in node.args[1].args
     if node.target is aten.copy_.default:
-        place, source = ((t.shape, t.stride(), t.storage_offset(), _memory(t)) for t in given[:2])
+        place, source = ((t.shape, t.stride(), t.storage_offset(), memory_of(t)) for t in given[:2])
         return place == source
     return False
 
@@ -312,8 +313,8 @@ class Turn:
         """Whether nothing but rows that are none were added, or zeros."""
         if self.cut.appends:
             return result is None or same(result.shape[0], 0)
-        memory = _memory(self._total)
-        written = (n for n in self.recorder.written() if _memory(n.args[0].meta["example_value"]) == memory)
+        memory = memory_of(self._total)
+        written = (n for n in self.recorder.written() if memory_of(n.args[0].meta["example_value"]) == memory)
         return result is self._total and all(map(_writes_nothing, written))
 
     def check_untouched(self) -> None:
@@ -322,10 +323,10 @@ class Turn:
         views = (loop_ops.pick.default, loop_ops.segment.default)
         given = (n for n in graph.nodes if n.op == "placeholder" or n.target in views)
         values = (node.meta.get("example_value") for node in (*given, *self._earlier))
-        held = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
-        held -= {_memory(self._total)} if isinstance(self._total, torch.Tensor) else set()
+        held = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
+        held -= {memory_of(self._total)} if isinstance(self._total, torch.Tensor) else set()
         written = (a for n in self.recorder.written() for a in _written_by(n))
-        if any(_memory(a.meta["example_value"]) in held for a in written):
+        if any(memory_of(a.meta["example_value"]) in held for a in written):
             raise Break("mutation", "the loop writes into a tensor that it reads")
 
     def answer(self, asked: torch.Tensor) -> bool:

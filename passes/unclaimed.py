@@ -69,7 +69,7 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
             continue
         after = _related(choice, readers.__getitem__)
         if any(_meet(after | {choice}, _related(node, readers.__getitem__) | {node}) for node in found[:1]):
-            placed = next((node for node in nodes[start:end] if node in after and _places(node, experts)), None)
+            placed = _placed(nodes[start:end], after, experts)
             reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
             if placed is not None:
                 reason, detail = "routing", CAPACITY
@@ -80,8 +80,12 @@ def placed_behind(choice: fx.Node) -> Unclaimed | None:
     """A running sum that gives tokens places in the buffers of the experts of `choice`, whatever follows."""
     nodes, experts = list(choice.graph.nodes), (_shape(choice.args[0]) or (0,))[-1]
     after = _related(choice, _readers(nodes).__getitem__)
-    placed = next((node for node in nodes if node in after and _places(node, experts)), None)
+    placed = _placed(nodes, after, experts)
     return None if placed is None else Unclaimed(placed, "routing", CAPACITY.format(experts=experts))
+
+
+def _placed(nodes: list[fx.Node], after: set[fx.Node], experts: int) -> fx.Node | None:
+    return next((node for node in nodes if node in after and _places(node, experts)), None)
 
 
 def _places(node: fx.Node, experts: int) -> bool:

@@ -393,18 +393,13 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
 
 def _is_given(node: torch.fx.Node | None) -> bool:
     """Whether the tensor of `node` is in the memory of one that the graph gets: an argument, a parameter, a buffer."""
+    from mok_compile.passes.iteration import memory_of
+
     if node is None:
         return False
     examples = (n.meta.get("example_value") for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
-    given = {_memory(example) for example in examples if isinstance(example, torch.Tensor)} - {None}
-    return _memory(node.meta["example_value"]) in given
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a subclass, which is refused later
-        return None
+    given = {memory_of(example) for example in examples if isinstance(example, torch.Tensor)} - {None}
+    return memory_of(node.meta["example_value"]) in given
 
 
 def _counted(live: tuple, nodes: list) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
