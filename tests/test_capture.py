@@ -239,6 +239,59 @@ def test_another_way_without_the_flags():
     assert len(backend.graphs) > 1
 
 
+class AsksLength(nn.Module):
+    def forward(self, rows):
+        return torch.tanh(rows) if len(rows) else rows
+
+
+class SkipsByLength(Loop):
+    """Branches at a number that only the data tells, which Dynamo calls an error: by its truth, not by a comparison."""
+
+    def add(self, out, x, ids, weights, e, expert):
+        t, k = torch.where(ids == e)
+        return out.index_add(0, t, expert(x[t]) * weights[t, k, None]) if len(t) else out
+
+
+class InTheExperts(Loop):
+    """The same in code that the loop calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.asks = AsksLength()
+
+    def add(self, out, x, ids, weights, e, expert):
+        t, k = torch.where(ids == e)
+        return out.index_add(0, t, self.asks(expert(x[t])) * weights[t, k, None])
+
+
+class LengthOfCounts(Loop):
+    def add(self, out, x, ids, weights, e, expert):
+        counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+        t, k = torch.where(ids == e)
+        return out.index_add(0, t, expert(x[t]) * weights[t, k, None]) if counts[e] else out
+
+
+class FillsAndAsks(Loop):
+    """Nobody has asked for the flags here: rows are filled in."""
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = x[ids == e]
+            self.seen = len(rows)
+            if len(rows):
+                out[ids == e] = expert(rows) * weights[ids == e, None]
+        return out
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("block", [SkipsByLength, InTheExperts, LengthOfCounts, FillsAndAsks])
+def test_what_dynamo_calls_an_error_with_the_flags_compiles(block, asked):
+    model, x, backend = block(), tokens(), Ours(capture=asked)
+    assert torch.allclose(run(model, x, backend), model(x), rtol=1e-9, atol=1e-12)
+
+
 def test_other_backends_break_as_ever():
     graphs = []
 

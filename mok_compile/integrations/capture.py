@@ -9,11 +9,11 @@ after fusion is traced once more with the flags as the user has them: what is no
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
 import types
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mok_compile import ops
-from mok_compile.integrations.tracing import options_of, our_options, trace_again
+from mok_compile.integrations.tracing import instead_of_errors, options_of, our_options, trace_again
 
 _FLAGS = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 # Dynamo compiles one frame at a time, under a lock; the flags of an outer compile hold for those inside.
-_on: list[AbstractContextManager] = []
+_on: list[contextlib.ExitStack] = []
 _given_up: list[bool] = []  # holds True for the rest of a compile in which the flags were of no use
 
 
@@ -86,8 +86,7 @@ def trace_again_if_open(gm: fx.GraphModule) -> None:
     """
     if not _on or not any(_open(node) for module in gm.modules() for node in _nodes(module)):
         return
-    _end()
-    _given_up.append(True)
+    _give_up()
     trace_again("sizes that only the data tells are left")
 
 
@@ -103,16 +102,20 @@ def _begin(*_) -> None:
 
 def _begin_now() -> None:
     # Not those that are on by now: `counts` may be who puts them back.
-    patch = torch._dynamo.config.patch(
-        {name: on for name, on in _FLAGS.items() if not getattr(torch._dynamo.config, name)}
-    )
-    patch.__enter__()
-    _on.append(patch)
+    flags = {name: on for name, on in _FLAGS.items() if not getattr(torch._dynamo.config, name)}
+    _on.append(contextlib.ExitStack())
+    _on[-1].enter_context(torch._dynamo.config.patch(flags))
+    _on[-1].enter_context(instead_of_errors(_give_up))
+
+
+def _give_up() -> None:
+    _end()
+    _given_up.append(True)
 
 
 def _end() -> None:
     while _on:
-        _on.pop().__exit__(None, None, None)
+        _on.pop().close()
 
 
 def _forget(*_) -> None:

@@ -7,13 +7,14 @@ If nothing was fused for all that, it is traced a last time without: it compiles
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from typing import Any
 
 import torch
 
-from mok_compile.integrations.tracing import our_options, trace_again
+from mok_compile.integrations.tracing import instead_of_errors, our_options, trace_again
 
 _FLAG = "capture_scalar_outputs"
 # Counts that become numbers when slices are taken by them, beside the sort that those slices are of.
@@ -23,7 +24,7 @@ _COUNTED, _SORTED = {"histc", "bincount"}, {"topk", "sort", "argsort"}
 class _State:
     """Of the compile that is under way: how the flag is put back, and whether it was of no use."""
 
-    patch: Any = None
+    patch: contextlib.ExitStack | None = None
     given_up = False
 
 
@@ -62,22 +63,27 @@ def _ask_for_symbols() -> None:
     symbols = InstructionTranslator.current_tx().output.shape_env.settings.allow_scalar_outputs
     if symbols or _State.given_up or our_options() is None:
         return
-    _State.patch = torch._dynamo.config.patch({_FLAG: True})
-    _State.patch.__enter__()
+    _State.patch = contextlib.ExitStack()
+    _State.patch.enter_context(torch._dynamo.config.patch({_FLAG: True}))
+    _State.patch.enter_context(instead_of_errors(_give_up))
     trace_again("a router counts its tokens")
 
 
 def trace_again_if_for_nothing(fused: int) -> None:
     """Has Dynamo trace the frame once more without the flag if nothing was fused with it."""
     if _State.patch is not None and not fused:
-        _put_back()
-        _State.given_up = True
+        _give_up()
         trace_again("no block of experts was fused")
+
+
+def _give_up() -> None:
+    _put_back()
+    _State.given_up = True
 
 
 def _put_back() -> None:
     if _State.patch is not None:
-        _State.patch.__exit__(None, None, None)
+        _State.patch.close()
         _State.patch = None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,8 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from mok_compile.options import Options, split
 
 _module: list[torch.nn.Module] = []
+_give_ups: list[Callable[[], None]] = []  # of what is done while Dynamo traces for us
+_theirs: list[Callable] = []  # Dynamo's own method meanwhile
 
 
 def our_options() -> Options | None:
@@ -51,6 +54,35 @@ def trace_again(reason: str) -> NoReturn:
     InstructionTranslator.current_tx().speculation_log.clear()
     # The one exception that Dynamo lets a backend ask for a new trace with.
     raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+@contextlib.contextmanager
+def instead_of_errors(give_up: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, Dynamo traces the frame once more, after `give_up()`, where it would end the compile since a
+    number is needed that only the data tells, as in ``if n:`` (for ``if n > 0:`` it breaks the graph)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not _give_ups:
+        _theirs.append(InstructionTranslator.run)
+        InstructionTranslator.run = _run
+    _give_ups.append(give_up)
+    try:
+        yield
+    finally:
+        _give_ups.remove(give_up)
+        if not _give_ups:
+            InstructionTranslator.run = _theirs.pop()
+
+
+def _run(translator: Any) -> None:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        _theirs[-1](translator)
+    except GuardOnDataDependentSymNode:
+        for give_up in tuple(_give_ups):
+            give_up()
+        trace_again("a number is needed that only the data tells")
 
 
 def constant_of_module(function: Callable) -> Callable:
