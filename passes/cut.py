@@ -80,8 +80,15 @@ def may_cut(function: Callable) -> bool:
         return False
     names = {*function.__code__.co_names, *function.__code__.co_varnames}
     lists = {"append", "cat"} <= names and any("expert" in name for name in names)
-    stored = any(name in _PLACES or "expert" in name for name in names) and {*function.__code__.co_code[::2]} >= _STORES
-    return lists or stored or not set(_ADDS).isdisjoint(names)
+    if lists or not set(_ADDS).isdisjoint(names):
+        return True
+    stores = {*function.__code__.co_code[::2]} >= _STORES
+    return stores and (any(name in _PLACES or "expert" in name for name in names) or compares(function))
+
+
+def compares(function: types.FunctionType) -> bool:
+    """Whether `function` asks what is equal to something, as in ``ids == e``."""
+    return any(step.opname == "COMPARE_OP" and "==" in step.argrepr for step in dis.get_instructions(function))
 
 
 def cut(function: types.FunctionType, run: Callable) -> Cut | None:

@@ -681,3 +681,112 @@ def test_a_sum_over_an_experts_parameters():
     """Is a constant, of which the weights are made in the loop."""
     model = Scaled()
     compare(model, Traced(model), tokens(2, 9))
+
+
+class Masks(nn.Module):
+    """Boolean masks as indices, and no name that says what this is."""
+
+    def __init__(self, top_k=K):
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(H, E, bias=False), top_k
+        self.w1, self.w2 = (nn.Parameter(torch.randn(E, H, H) * 0.3) for _ in range(2))
+
+    def layer(self, x, e):
+        return F.silu(x @ self.w1[e]) @ self.w2[e]
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.gate(x).softmax(-1), self.top_k)
+        y = torch.zeros_like(x)
+        for e in range(E):
+            mask = (ids == e).any(-1)
+            y[mask] += self.layer(x[mask], e) * (weights * (ids == e)).sum(-1)[mask][:, None]
+        return y
+
+
+class MasksAndAsks(Masks):
+    """Two lists of layers, and a look at the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = self.w2 = None
+        self.up, self.down = (nn.ModuleList(nn.Linear(H, H) for _ in range(E)) for _ in range(2))
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.gate(x).softmax(-1), self.top_k)
+        y = torch.zeros_like(x)
+        for e in range(E):
+            mask = (ids == e).any(-1)
+            if mask.any():
+                y[mask] += self.down[e](F.gelu(self.up[e](x[mask]))) * (weights * (ids == e)).sum(-1)[mask][:, None]
+        return y
+
+
+class MasksOfOne(Masks):
+    """The best expert alone."""
+
+    def choose(self, x):
+        return self.gate(x).softmax(-1).max(-1)
+
+    def forward(self, x):
+        weights, ids = self.choose(x)
+        y = torch.zeros_like(x)
+        for e in range(E):
+            mask = ids == e
+            y[mask] = self.layer(x[mask], e) * weights[mask][:, None]
+        return y
+
+
+class MasksOfLargest(MasksOfOne):
+    def choose(self, x):
+        scores = self.gate(x).sigmoid()
+        ids = scores.argmax(-1)
+        return scores.gather(-1, ids[:, None])[:, 0], ids
+
+
+@pytest.mark.parametrize("make", [Masks, MasksAndAsks, MasksOfOne, MasksOfLargest])
+def test_masks_in_code_that_speaks_of_no_experts(make):
+    """Need neither `fullgraph` nor a flag to stay in one graph."""
+    model = make()
+    traced = Traced(model)
+    compare(model, traced, tokens(9))
+    assert traced.counts() == (1, 0) and len(traced.graphs) == 1, traced.report
+
+
+class MasksOfOthers(Masks):
+    """The rows of one expert get the weights of the next."""
+
+    def layer(self, x, e):
+        return super().layer(x, (e + 1) % E)
+
+
+class MasksOfSome(MasksOfOne):
+    """Tokens of the first expert stay zero."""
+
+    def forward(self, x):
+        weights, ids = self.choose(x)
+        y = torch.zeros_like(x)
+        for e in range(1, E):
+            mask = ids == e
+            y[mask] = self.layer(x[mask], e) * weights[mask][:, None]
+        return y
+
+
+class TypesOfTokens(nn.Module):
+    """A layer for each type of token: no choice is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(E))
+
+    def forward(self, x):
+        types = torch.arange(x.shape[0]) % E
+        y = torch.zeros_like(x)
+        for e in range(E):
+            mask = types == e
+            y[mask] = self.layers[e](x[mask])
+        return y
+
+
+@pytest.mark.parametrize("make", [MasksOfOthers, MasksOfSome, TypesOfTokens])
+def test_masks_that_are_something_else(make):
+    stays(make(), tokens(9))

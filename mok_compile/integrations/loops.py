@@ -127,7 +127,7 @@ def _run(cut: Any, masks: bool) -> Callable[[torch.nn.Module, tuple], torch.Tens
     """`run` for the loop of `cut`, which Dynamo itself gets to see nothing of."""
     plan_of = constant_of_module(lambda owner: _plan(cut, owner))
     at = None if cut.appends else cut.live.index(cut.total)
-    masks = masks and not cut.asks  # a branch on the data breaks the graph whatever it has
+    masks = (masks or cut.fills) and not cut.asks  # a branch on the data breaks the graph whatever it has
     return lambda owner, live: run(plan_of, owner, live, at, masks)
 
 
