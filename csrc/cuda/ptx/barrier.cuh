@@ -46,9 +46,6 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
   return done != 0;
 }
 
-// Waits for the 128 threads of a warpgroup; `group` is not 0.
-__device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory"); }
-
 // True in one lane of the warp, always the same one.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;

@@ -74,7 +74,8 @@ enum Site : int {
   kTurn,
   kUpDone,
   kNoRoom,
-  kNotLanded
+  kNotLanded,
+  kMeeting
 };
 
 // What operations have in common: tiles of kMostParts parts of 64 rows, of which a low tile has fewer, times kColumns
@@ -123,32 +124,11 @@ struct Task {
   }
 };
 
-// The CTA's shared memory, as an operation divides it: stages, then strips of the consumer warps, tasks, barriers.
-template <class Op>
-struct Ring {
-  static constexpr int kStages = Op::kStages;
-  static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtStrips = kStages * kBytesStage;
-  static constexpr uint32_t kAtTasks = kAtStrips + 8 * Op::kStrips;
-  static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
-  static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 2) * 8;
-  static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
-
-  uint32_t base;
+// Waits that end. One of seconds can only be a bug: it is marked and ends, as do all waits after it; `combine` then
+// poisons the output, so that the mistake shows and the device does not hang.
+struct Patience {
   int* error;
 
-  __device__ __forceinline__ uint32_t stage(int s) const { return base + s * kBytesStage; }
-  __device__ __forceinline__ uint32_t full(int s) const { return base + kAtBarriers + s * 8; }
-  __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages + s); }
-  __device__ __forceinline__ uint32_t task_full(int s) const { return full(2 * kStages + s); }
-  __device__ __forceinline__ uint32_t task_empty(int s) const { return full(2 * kStages + kTaskSlots + s); }
-  __device__ __forceinline__ uint32_t turn(int group) const { return full(2 * kStages + 2 * kTaskSlots + group); }
-  __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * 32; }
-  __device__ __forceinline__ uint32_t strips(int consumer_warp) const {
-    return base + kAtStrips + consumer_warp * Op::kStrips;
-  }
-
-  // A wait of seconds can only be a bug. It is marked and ends, as do all waits after it; `combine` then poisons the
-  // output, so that the mistake shows and the device does not hang.
   template <class Ready>
   __device__ __forceinline__ bool patient(Ready ready, Site site) const {
     constexpr long long kLook = 1 << 18, kLimit = 1LL << 33;  // clocks
@@ -169,6 +149,31 @@ struct Ring {
     return ptx::barrier_try_wait(barrier, parity) ||
            patient([&] { return ptx::barrier_try_wait(barrier, parity); }, site);
   }
+};
+
+// The CTA's shared memory, as an operation divides it: stages, then strips of the consumer warps, tasks, barriers.
+template <class Op>
+struct Ring : Patience {
+  static constexpr int kStages = Op::kStages;
+  static constexpr uint32_t kBytesStage = Op::kBytesStage, kAtStrips = kStages * kBytesStage;
+  static constexpr uint32_t kAtTasks = kAtStrips + 8 * Op::kStrips;
+  static constexpr uint32_t kAtBarriers = kAtTasks + kTaskSlots * 32;
+  static constexpr uint32_t kBytes = kAtBarriers + (2 * kStages + 2 * kTaskSlots + 4) * 8;
+  static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
+
+  uint32_t base;
+
+  __device__ __forceinline__ Ring(uint32_t base, int* error) : Patience{error}, base(base) {}
+  __device__ __forceinline__ uint32_t stage(int s) const { return base + s * kBytesStage; }
+  __device__ __forceinline__ uint32_t full(int s) const { return base + kAtBarriers + s * 8; }
+  __device__ __forceinline__ uint32_t empty(int s) const { return full(kStages + s); }
+  __device__ __forceinline__ uint32_t task_full(int s) const { return full(2 * kStages + s); }
+  __device__ __forceinline__ uint32_t task_empty(int s) const { return full(2 * kStages + kTaskSlots + s); }
+  __device__ __forceinline__ uint32_t turn(int group) const { return full(2 * kStages + 2 * kTaskSlots + group); }
+  __device__ __forceinline__ uint32_t task(int s) const { return base + kAtTasks + s * 32; }
+  __device__ __forceinline__ uint32_t met(int group) const { return turn(2 + group); }
+  __device__ __forceinline__ uint32_t strips(int group) const { return base + kAtStrips + group * 4 * Op::kStrips; }
+
   // Called by a whole warp.
   __device__ __forceinline__ bool wait_landed(const int* flag) const {
     return __all_sync(~0u, patient([&] { return ptx::load_acquire(flag) >= Plan::kUnits; }, kNotLanded));
@@ -198,10 +203,25 @@ struct Ring {
   }
 };
 
-// A consumer warp: it owns 16 rows of each part of a tile, and `strips`, the address of its shared memory. A lane's
-// rows in an accumulator fragment are row() and the one 8 further.
-struct Warp {
-  uint32_t strips;
+// A consumer warp: it owns 16 rows of each part of a tile, and `strips`, the address of its shared memory, a quarter of
+// its group's. A lane's rows in an accumulator fragment are row() and the one 8 further.
+struct Warp : Patience {
+  uint32_t strips, group, met;  // `met`: the barrier of the group
+
+  template <class Op>
+  __device__ __forceinline__ Warp(const Ring<Op>& ring, int number)
+      : Patience(ring),
+        strips(ring.strips(number) + index() * Op::kStrips),
+        group(ring.strips(number)),
+        met(ring.met(number)) {}
+  // Waits for the group's other warps; every meeting of kPhase 0 is followed by one of kPhase 1. What one warp wrote to
+  // memory before is then visible to the others.
+  template <int kPhase>
+  __device__ __forceinline__ void meet() const {
+    __syncwarp();
+    if (lane() == 0) ptx::barrier_arrive(met);
+    wait(met, kPhase, kMeeting);
+  }
 
   static __device__ __forceinline__ int index() { return threadIdx.x / 32 % 4; }  // in its warpgroup
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -471,7 +491,7 @@ __device__ __forceinline__ void work(const typename Op::Params& p, const Ring<Op
 
 template <class Op>
 __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring<Op>& ring, int group) {
-  const Warp warp{ring.strips(group * 4 + Warp::index())};
+  const Warp warp(ring, group);
   // A one-bit phase cannot tell a use of a stage from the one before the last, so the groups' main loops take turns.
   for (int i = group;; i += 2) {
     const Task task = ring.read_task(i);
@@ -487,7 +507,7 @@ __device__ __forceinline__ void consume(const typename Op::Params& p, const Ring
 template <class Op>
 __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant__ typename Op::Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Ring<Op> ring{ptx::shared_address(shared), p.error};
+  const Ring<Op> ring(ptx::shared_address(shared), p.error);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Op::kStages; ++s) {
       ptx::barrier_init(ring.full(s), 1 + (Op::kGathers ? kGatherers : 0));
@@ -497,7 +517,10 @@ __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant_
       ptx::barrier_init(ring.task_full(s), 1);
       ptx::barrier_init(ring.task_empty(s), (Op::kGathers ? kGatherers : 0) + 128);  // and one consumer group
     }
-    for (int g = 0; g < 2; ++g) ptx::barrier_init(ring.turn(g), 4);
+    for (int g = 0; g < 2; ++g) {
+      ptx::barrier_init(ring.turn(g), 4);
+      ptx::barrier_init(ring.met(g), 4);
+    }
     ptx::barrier_init_fence();
   }
   if constexpr (Op::kPulls) {

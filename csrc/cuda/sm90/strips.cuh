@@ -127,8 +127,8 @@ struct TilePanels {
 };
 
 // Leaves the tile to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes of 64 x 64; `row` is
-// the tile's first one. If kFlipped, columns and rows change places: the tile's columns become lines. Strips of a
-// quarter outbox each.
+// the tile's first one. If kFlipped, columns and rows change places: the tile's columns become lines. The group's
+// shared memory is the outbox.
 //
 // What it costs are its fences, barriers and instructions that start the copy engine, because a group can do nothing
 // else meanwhile: so as many boxes as there is room for go together, each started by another warp.
@@ -136,14 +136,14 @@ template <class T, bool kFlipped, int kParts, int kCount>
 __device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], const Warp& warp, const CUtensorMap* map,
                                           int row, const TilePanels& panels, int expert) {
   constexpr int kPanels = kCount / 32, kAll = kParts * kPanels;
-  const int lane = warp.lane(), group = threadIdx.x / 128;
-  const uint32_t outbox = warp.strips - warp.index() * (kOutbox / 4);
-  const uint32_t cell = outbox + (kFlipped ? Strip<64>::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2)
-                                           : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
+  const int lane = warp.lane();
+  const uint32_t cell =
+      warp.group + (kFlipped ? Strip<64>::place(lane / 16 * 8 + lane % 8, warp.index() * 2 + lane / 8 % 2)
+                             : Strip<64>::place(warp.index() * 16 + lane % 16, lane / 16));
 #pragma unroll
   for (int first = 0; first < kAll; first += kBoxes) {
     if (lane == 0) ptx::sends_wait_read();
-    ptx::group_sync(group);
+    warp.meet<0>();
 #pragma unroll
     for (int i = 0; i < kBoxes && first + i < kAll; ++i) {
       const int part = (first + i) / kPanels, panel = (first + i) % kPanels;
@@ -161,12 +161,12 @@ __device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], co
       }
     }
     ptx::fence_shared_for_async();
-    ptx::group_sync(group);
+    warp.meet<1>();
     const int box = first + warp.index(), panel = panels.first + box % kPanels;
     if (lane == 0 && box < kAll && panel < panels.count) {
       const bool second = panel >= panels.part;
       const int x = (second ? panel - panels.part : panel) * kPanel, y = row + box / kPanels * kPartRows;
-      ptx::send_box(map, outbox + warp.index() * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
+      ptx::send_box(map, warp.group + warp.index() * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
       ptx::sends_commit();
     }
   }
