@@ -8,8 +8,9 @@ Hugging Face block under backend="mok", `hf` the same block under Inductor, `mok
 mode="reduce-overhead", `sonic` SonicMoE with the default tiles of QuACK's matrix products, `sonic-tuned` with the tiles
 that QuACK's tuner finds (the first call compiles them, a minute or more), `bound` the block's matrix products alone,
 perfectly balanced and gathered, through cuBLAS' batched product. FLOPs: 6 T K H I forward, three times that with
-backward. Writes a line of JSON per measurement and a table. A warm card is slower than a cold one: compare only figures
-of one run.
+backward. Milliseconds are a call's, `device` those of its kernels alone, whatever the host takes to launch them. Writes
+a line of JSON per measurement and a table. A warm card is slower than a cold one: compare only figures of one run, and
+better of several turns (`--turns 2`: all candidates again, in opposite order).
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 
 import torch
 from shapes import ONE_CARD, SHAPES
+from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 ACTIVATION = "silu(gate) * up"
@@ -52,6 +54,16 @@ def graph_time(run):
         for _ in range(CALLS):
             run()
     return median(graph.replay) / CALLS
+
+
+def device_time(run, calls=3):
+    """Milliseconds that a call's kernels and copies take."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    launches = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.device_time for e in launches) / calls / 1e3
 
 
 def random_ids(tokens, experts, top_k, routing):
@@ -235,6 +247,8 @@ def measure(name, weights, tokens, routing):
     row["fwd_ms"] = median(infer)
     if name in ("op", "op-lists", "mok") and tokens <= GRAPH_TOKENS:
         row["graph_ms"] = graph_time(infer)
+    if tokens > GRAPH_TOKENS:
+        row["fwd_device_ms"] = device_time(infer)
     row["fwd_tflops"] = flops / min(row["fwd_ms"], row.get("graph_ms", 1e9)) / 1e9
     if train and tokens >= 128:
         train()
@@ -244,6 +258,7 @@ def measure(name, weights, tokens, routing):
         train()
         row["peak_gb"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         row["both_ms"] = median(train)
+        row["both_device_ms"] = device_time(train)
         row["both_tflops"] = 3 * flops / row["both_ms"] / 1e9
     return row
 
@@ -279,6 +294,7 @@ def main():
     parser.add_argument("--shapes", default=",".join(ONE_CARD))
     parser.add_argument("--tokens", default="1,16,128,512,2048,16384")
     parser.add_argument("--candidates", default="bound,op,mok,mok-graphs,hf,hf-graphs,sonic,sonic-tuned")
+    parser.add_argument("--turns", type=int, default=1, help="every second one in opposite order")
     parser.add_argument("--routing", default="balanced,zipf", help="zipf concerns `op` alone")
     parser.add_argument("--end-to-end", default="hf,mok", help="training step of a four-layer model; empty: none")
     parser.add_argument("--out", default=os.environ.get("OUT", "benchmarks/results"))
@@ -309,16 +325,16 @@ def main():
         weights = Weights(*SHAPES[shape])
         for tokens in map(int, options.tokens.split(",")):
             emit(what="matmul 8192^3", tflops=matmul_rate())
-            for routing in options.routing.split(","):
-                for name in options.candidates.split(","):
-                    if name != "op" and routing != "balanced":
-                        continue
+            runs = [(r, c) for r in options.routing.split(",") for c in options.candidates.split(",")]
+            runs = [(routing, name) for routing, name in runs if name == "op" or routing == "balanced"]
+            for turn in range(options.turns):
+                for routing, name in runs[:: -1 if turn % 2 else 1]:
                     try:
                         row = measure(name, weights, tokens, routing)
                     except Exception as error:  # a candidate that is missing or fails must not end the run
                         row = {"error": repr(error)[:300]}
                     if row:
-                        emit(shape=shape, tokens=tokens, routing=routing, candidate=name, **row)
+                        emit(shape=shape, tokens=tokens, routing=routing, candidate=name, turn=turn, **row)
         del weights
         torch.cuda.empty_cache()
     table(rows)
@@ -327,9 +343,11 @@ def main():
 COLUMNS = {  # heading: key, digits, whether to set it against the bound
     "fwd ms": ("fwd_ms", 3, False),
     "graph ms": ("graph_ms", 4, False),
+    "device": ("fwd_device_ms", 3, False),
     "TFLOP/s": ("fwd_tflops", 0, False),
     "of bound": ("fwd_tflops", 3, True),
     "fwd+bwd": ("both_ms", 3, False),
+    "device ": ("both_device_ms", 3, False),
     "TFLOP/s ": ("both_tflops", 0, False),
     "of bound ": ("both_tflops", 3, True),
     "peak GB": ("peak_gb", 2, False),
@@ -337,12 +355,12 @@ COLUMNS = {  # heading: key, digits, whether to set it against the bound
 
 
 def table(rows):
-    bounds = {(r["shape"], r["tokens"]): r for r in rows if r.get("candidate") == "bound" and "fwd_ms" in r}
+    bounds = {(r["shape"], r["tokens"], r["turn"]): r for r in rows if r.get("candidate") == "bound" and "fwd_ms" in r}
     print(f"\n{'shape':14} {'tokens':>6} {'routing':9} {'candidate':12}" + "".join(f"{h:>9}" for h in COLUMNS))
     for r in rows:
         if "fwd_ms" not in r:
             continue
-        bound, cells = bounds.get((r["shape"], r["tokens"]), {}), ""
+        bound, cells = bounds.get((r["shape"], r["tokens"], r["turn"]), {}), ""
         for key, digits, against in COLUMNS.values():
             known = key in r and (not against or key in bound)
             cells += f"{r[key] / (bound[key] if against else 1):9.{digits}f}" if known else " " * 9
