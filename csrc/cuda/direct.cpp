@@ -304,17 +304,24 @@ std::optional<Tensor> logits_of(const Routing& in) {
   return logits;
 }
 
-// logits, `out`, ids of a router whose product is torch's.
+// logits, `out` (weights if it weighs, else the chosen scores), ids. `launch` is told where everything is and starts
+// the kernel.
+template <class Launch>
+Tensors choose_into(const Routing& in, const Tensor& logits, bool weighs, Launch launch) {
+  const int64_t top_k = in.router.program.top_k;
+  const Tensor out = empty({in.tokens(), top_k}, scalar_of(in.router.out), in.x);
+  const Tensor ids = empty({in.tokens(), top_k}, ScalarType::Long, in.x);
+  const MaybeTensor none;
+  RouteArguments arguments =
+      router_of(in.router.program, logits, in.correction, in.scale, weighs ? none : out, weighs ? out : none, ids);
+  require(launch(arguments, stream_of(current_stream(in.device()))));
+  return {logits, out, ids};
+}
+
+// Of a router whose product is torch's.
 Tensors choose_from_logits(const Routing& in, bool weighs) {
   const std::optional<Tensor> logits = logits_of(in);
-  if (!logits) return {};
-  const Tensor out = empty({in.tokens(), in.router.program.top_k}, scalar_of(in.router.out), in.x);
-  const Tensor ids = empty({in.tokens(), in.router.program.top_k}, ScalarType::Long, in.x);
-  const MaybeTensor none;
-  require(choose(
-      router_of(in.router.program, *logits, in.correction, in.scale, weighs ? none : out, weighs ? out : none, ids),
-      stream_of(current_stream(in.device()))));
-  return {*logits, out, ids};
+  return logits ? choose_into(in, *logits, weighs, choose) : Tensors{};
 }
 
 void route_train_op(StableIValue* stack, uint64_t, uint64_t) {
@@ -338,16 +345,13 @@ void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(if_there_is_room([&] {
     if (!few) return choose_from_logits(*in, true);
     const Tensor logits = empty({in->tokens(), in->experts()}, in->dtype(), in->x);
-    const Tensor weights = empty({in->tokens(), in->router.program.top_k}, scalar_of(in->router.out), in->x);
-    const Tensor ids = empty({in->tokens(), in->router.program.top_k}, ScalarType::Long, in->x);
-    RouteArguments arguments =
-        router_of(in->router.program, logits, in->correction, in->scale, MaybeTensor(), weights, ids);
-    arguments.depth = in->depth();
-    arguments.x = in->x.data_ptr();
-    arguments.weight = in->weight.data_ptr();
-    arguments.bias = data_of(in->bias);
-    require(route(arguments, stream_of(current_stream(in->device()))));
-    return Tensors{logits, weights, ids};
+    return choose_into(*in, logits, true, [&](RouteArguments& arguments, void* stream) {
+      arguments.depth = in->depth();
+      arguments.x = in->x.data_ptr();
+      arguments.weight = in->weight.data_ptr();
+      arguments.bias = data_of(in->bias);
+      return route(arguments, stream);
+    });
   }));
 }
 
