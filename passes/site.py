@@ -153,8 +153,8 @@ def analyse(graph: fx.Graph) -> Analysis:
         try:
             blocks.append(_block(final, _made(final, view, facts), view, facts))
         except Break as stop:
-            for anchor in _anchors_of(final, view, facts):
-                broken[anchor] = (stop, final)
+            for anchor in _anchors_of(final, view, facts):  # the blocks before it have their own reason
+                broken.setdefault(anchor, (stop, final))
     fused = {anchor for block in blocks for anchor in block.anchors}
     rest = [anchor for anchor in anchors if anchor not in fused]
     misses = []

@@ -19,6 +19,7 @@ from torch import fx
 
 from mok_compile import ops
 from mok_compile.passes.view import name_of
+from mok_compile.spec import dtype_name
 
 _CHOICES = ("topk", "argmax", "max")
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
@@ -28,6 +29,7 @@ DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
     "proven: the loop over them, its masks or a transform such as torch.func.vmap is spelled in an unknown way"
 )
+NARROW = "the products with the matrices of {experts} experts are rounded to {narrow} here, the matrices are {wide}"
 EXPERT_CHOICE = (
     "each of {experts} experts chooses its tokens here, where in a block each token chooses its experts: a token may "
     "go to any number of experts, or to none"
@@ -71,8 +73,13 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
         if any(_meet(after | {choice}, _related(node, readers.__getitem__) | {node}) for node in found[:1]):
             placed = _placed(nodes[start:end], after, experts)
             reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
+            rounded = next((node for node in found if _is_narrow(node, products)), None)
             if placed is not None:
                 reason, detail = "routing", CAPACITY
+            elif reason == "no-match" and rounded is not None:
+                narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in (rounded, products[rounded][0]))
+                yield Unclaimed(rounded, "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
+                continue
             yield Unclaimed(placed or choice, reason, detail.format(experts=experts))
 
 
@@ -193,6 +200,13 @@ def _lists(near: list[fx.Node], products: dict, experts: int) -> list[fx.Node]:
             if shape is not None and len(shape) == 2:
                 by_shape[tuple(shape)][weight] = node
     return [node for users in by_shape.values() if len(users) >= experts for node in users.values()]
+
+
+def _is_narrow(product: fx.Node, products: dict) -> bool:
+    """Whether the values of a product are narrower than the matrix that it begins with, as autocast has them."""
+    value, matrix = (node.meta.get("example_value") for node in (product, products[product][0]))
+    both = all(isinstance(t, torch.Tensor) and t.dtype.is_floating_point for t in (value, matrix))
+    return both and value.dtype.itemsize < matrix.dtype.itemsize
 
 
 def _related(node: fx.Node, step) -> set[fx.Node]:

@@ -13,6 +13,7 @@ The view never goes onward to the compiler: it would lose autograd structure, ta
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -429,7 +430,7 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
     if mode.shape_env is not None:
         quiet, fresh = mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols()
     try:
-        with torch.no_grad(), quiet, fresh, mode:
+        with torch.no_grad(), quiet, fresh, _unlogged(), mode:
             fakes = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
             call_args, call_kwargs = map_aggregate(args, lambda a: fakes[a.number] if isinstance(a, _Ref) else a)
             with _Recorder() as recorder:
@@ -458,6 +459,17 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
     result = tree_map(reference, result)
     unknown = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((result, [(s.args, s.kwargs) for s in steps])))
     return None if unknown else _Recording(tuple(steps), result, sizes)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """An op that fails here is no error, which torch would log with a traceback: autocast was on where it stands."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -171,6 +171,67 @@ def test_tokens_that_are_shared_out_in_another_way(model, why):
     assert why in site.detail and f"of {E} experts" in site.detail and "test_unclaimed.py" in site.location
 
 
+class Summed(Routed):
+    """All experts on every token, by einsum, weighed by a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlps, self.up, self.down = None, nn.Parameter(torch.randn(E, H, I)), nn.Parameter(torch.randn(E, I, H))
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E, dtype=weights.dtype).scatter(-1, ids, weights)
+        outputs = torch.einsum("tei,eih->teh", F.silu(torch.einsum("th,ehi->tei", x, self.up)), self.down)
+        return torch.einsum("teh,te->th", outputs, table.to(outputs.dtype))
+
+
+class SummedUnderAutocast(Summed):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_is_named(inside, caplog):
+    """And torch logs no error of ops that are replayed without it."""
+    model = SummedUnderAutocast() if inside else Summed()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        (site,) = report(model, torch.randn(9, H)).sites
+    assert (site.status, site.reason) == ("missed", "dtype"), site
+    assert "rounded to bfloat16" in site.detail and "float32" in site.detail
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class Adapters(nn.Module):
+    """A linear layer with a mixture of low-rank adapters."""
+
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.linear, self.choose = nn.Linear(inner, outer), nn.Linear(inner, E)
+        self.a, self.b = nn.Parameter(torch.randn(E, inner, 2)), nn.Parameter(torch.randn(E, 2, outer))
+
+    def forward(self, x):
+        weights, ids = self.choose(x).softmax(-1).topk(K, -1)
+        rows = torch.einsum("tkr,tkro->tko", torch.einsum("ti,tkir->tkr", x, self.a[ids]), self.b[ids])
+        return self.linear(x) + (rows * weights[..., None]).sum(1)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Adapters(H, 3 * H), Adapters(3 * H, H)
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x)))
+
+
+def test_each_layer_of_adapters_has_its_own_shapes():
+    sites = report(TwoLayers(), torch.randn(9, H)).sites
+    assert [site.reason for site in sites] == ["shape", "shape"]
+    for site, name, inner, outer in zip(sites, ("first", "second"), (H, 3 * H), (3 * H, H), strict=True):
+        assert site.location.startswith(name) and f"[({E}, {inner}, 2), ({E}, 2, {outer})]" in site.detail, site
+
+
 class Nucleus(Stacked):
     """A running sum along the experts is no place in a buffer."""
 
