@@ -25,6 +25,7 @@ from mok_compile.integrations import watch  # noqa: E402
 from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
 from mok_compile.integrations.counts import trace_again_if_for_nothing  # noqa: E402
 from mok_compile.integrations.loops import trace_again_if_wrong  # noqa: E402
+from mok_compile.integrations.missed import Loop, without_their_routers  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -55,6 +56,10 @@ class Backend:
             inductor.config[_POST_GRAD] = AfterPartition(salt(mine), users)
         return inductor(gm, example_inputs)
 
+    def tell(self, loop: Loop, mine: Options) -> None:
+        """Called for a loop over experts at which the graph breaks. StrictError under ``mok.strict``."""
+        _tell(Report([loop.site()]), mine)
+
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs.
 
@@ -73,7 +78,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     watched = dump.wanted(mine)
     trace_again_if_wrong(gm, example_inputs, mine)
     before = dump.code(gm) if watched else None
-    report = Report(fuse(gm, example_inputs, mine, watched))
+    report = Report(without_their_routers(fuse(gm, example_inputs, mine, watched)))
     trace_again_if_open(gm)
     trace_again_if_for_nothing(report.fused)
     report.graphs.append(dump.graph(before, dump.code(gm) if watched else None))
@@ -81,14 +86,19 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
         dump.publish(report, mine)
     if not report.sites:
         log.debug(report.summary())
-        return report
+    else:
+        _tell(report, mine)
+    return report
+
+
+def _tell(report: Report, mine: Options) -> None:
+    """Counters, log and ``mok.strict``."""
     report.count()
     if not dump.rank():  # ranks compile the same graphs: the first one speaks for all
         log.info(report.summary())
     log.debug("%s", report)
     if mine.strict and report.missed:
         raise StrictError(f"mok.strict is on and a block was left unfused\n{report}")
-    return report
 
 
 _backend = Backend()

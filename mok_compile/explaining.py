@@ -16,7 +16,8 @@ from mok_compile import dump
 from mok_compile.integrations import transformers, watch
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
-from mok_compile.integrations.loops import refused, trace_again_if_wrong
+from mok_compile.integrations.loops import trace_again_if_wrong
+from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, without_their_routers
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of
@@ -33,7 +34,10 @@ _MASKS = {
 _SCORES = {"softmax", "sigmoid"}
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
-_UNSEEN = "no graph holds these experts: a Python loop over them breaks the graph, or they were not called"
+_UNSEEN = (
+    "no graph holds these experts: the graph breaks in code that calls them, for the reasons in the notes, or they "
+    "were not called"
+)
 _CHECKPOINTED = (
     "these experts are in a checkpointed layer whose graph breaks, for the reasons in the notes: torch runs all of the "
     "layer in eager mode"
@@ -67,8 +71,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
             else:
                 module = _module(model)
                 torch.compile(_plain(model), backend=collector)(*args, **kwargs)
-        if module is not None:
-            collector.add_unseen(module)
+        collector.add_unseen(module)
         return collector.report
 
     return run
@@ -82,13 +85,14 @@ class Collector:
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
+        self._loops: dict[torch.nn.Module, Loop] = {}
         self._calls: dict[tuple[str, int], set[str]] = defaultdict(set)  # by source line: what is called there
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         trace_again_if_wrong(twin, inputs, self.options)
-        sites = fuse(twin, inputs, self.options, watched=True)
+        sites = without_their_routers(fuse(twin, inputs, self.options, watched=True))
         trace_again_if_open(twin)
         trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))
         for node in gm.graph.nodes:  # of no graph that is traced again
@@ -99,6 +103,10 @@ class Collector:
             dump.publish(found, self.options)
         self.report.add(found)
         return gm.forward
+
+    def tell(self, loop: Loop, options: Options) -> None:
+        """Called for a loop over experts at which the graph breaks."""
+        self._loops.setdefault(loop.owner, loop)
 
     def has_seen(self, code: types.CodeType) -> bool:
         """Whether a graph holds something of `code`."""
@@ -115,41 +123,55 @@ class Collector:
         called = set().union(*self._calls.values())
         return not called & _CHOICES and bool(called & _SCORES) and self._called_by(code).isdisjoint(_MASKS)
 
-    def add_unseen(self, model: torch.nn.Module, surely: bool = False) -> None:
-        """Names the experts of `model` that ran without leaving a block in any graph: a loop in Python cut them.
-        `surely`: only those that a graph has seen something of."""
-        cut = [site for site in self.report.sites if site.reason == "data-dependent"]  # routers whose experts are gone
+    def add_unseen(self, model: torch.nn.Module | None, surely: bool = False) -> None:
+        """Names the experts, of `model` where there is one, that ran without leaving a block in any graph: a loop in
+        Python cut them. `surely`: only those that something is known of."""
+        cut = [site for site in self.report.sites if site.cut_off]
         located = [parts(site.location) for site in self.report.sites if site not in cut]
         places, classes = {path for path, _, _ in located}, {cls for _, cls, _ in located}
-        broke = any(note.startswith(_BREAK) for note in self.report.notes)
-        found = []
-        for path, owner in _experts(model).items():
+
+        def is_located(path: str, owner: torch.nn.Module) -> bool:
             # Where the graph broke elsewhere, places start at the module whose frame was compiled: the class tells.
             inside = path and f"{path}."
-            if type(owner).__name__ in classes or any(f"{place}.".startswith(inside) for place in places):
-                continue
+            return type(owner).__name__ in classes or any(f"{place}.".startswith(inside) for place in places)
+
+        paths = {} if model is None else {module: path for path, module in model.named_modules()}
+        loops = {owner: loop for owner, loop in self._loops.items() if owner not in paths}
+        for owner, path in paths.items():
+            alike = next((loop for other, loop in self._loops.items() if type(other) is type(owner)), None)
+            if owner in self._loops or (alike is not None and not is_located(path, owner)):
+                loops[owner] = self._loops.get(owner) or alike.of(owner)
+        found = [loop.site(paths.get(owner, "")) for owner, loop in loops.items()]
+        broke = any(note.startswith(_BREAK) for note in self.report.notes)
+        for path, owner in {} if model is None else _experts(model).items():
+            around = {parent for parent, name in paths.items() if f"{path}.".startswith(name and f"{name}.")}
             code = _code(owner)
-            if code is None:
+            if code is None or is_located(path, owner) or not around.isdisjoint(loops):
                 continue
-            file, first, seen = code.co_filename, code.co_firstlineno, self.has_seen(code)
+            seen = self.has_seen(code)
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
-                place = path or "(no module)"  # the model itself is one block
-                where = f"{place} [{type(owner).__name__}] {file.rpartition('site-packages/')[2]}:{first}"
-                reason, detail = ("data-dependent", _LOOP if seen else _UNSEEN) if broke else ("no-match", _UNPROVEN)
-                if not broke and self._is_soft(code):
-                    reason, detail = "soft", _SOFT
-                if owner in refused:  # the loop was looked at
-                    known, why = refused[owner]
-                    reason, detail = reason if known == "no-match" else known, f"{detail}: {why}"
-                elif call := transformers.call_without_graph(owner):
-                    spec, engine = call
-                    found.append(Site("fused", None, _DIRECT, where, ExpertsSpec.from_json(spec), engine))
-                    continue
-                elif broke and not seen and _checkpointed(model, path):
-                    reason, detail = "split", _CHECKPOINTED
-                found.append(Site("missed", reason, detail, where))
+                found.append(self._unseen(model, path, owner, code, seen, broke))
         if found:  # the same blocks, each under its own name
             self.report.sites = [site for site in self.report.sites if site not in cut] + found
+
+    def _unseen(
+        self, model: torch.nn.Module, path: str, owner: torch.nn.Module, code: types.CodeType, seen: bool, broke: bool
+    ) -> Site:
+        """The experts `owner` of `model`. `seen`: whether a graph holds any of them; `broke`: whether one broke."""
+        place = path or "(no module)"  # the model itself is one block
+        file = code.co_filename.rpartition("site-packages/")[2]
+        where = f"{place} [{type(owner).__name__}] {file}:{code.co_firstlineno}"
+        if owner in refused:  # the loop was looked at
+            reason, why = refused[owner]
+            return Site("missed", reason, f"{_LOOP}: {why}", where)
+        if call := transformers.call_without_graph(owner):
+            spec, engine = call
+            return Site("fused", None, _DIRECT, where, ExpertsSpec.from_json(spec), engine)
+        if not broke:
+            return Site("missed", *(("soft", _SOFT) if self._is_soft(code) else ("no-match", _UNPROVEN)), where)
+        if not seen and _checkpointed(model, path):
+            return Site("missed", "split", _CHECKPOINTED, where)
+        return Site("missed", DATA_DEPENDENT, _LOOP if seen else _UNSEEN, where)
 
 
 def _code(model: Callable) -> types.CodeType | None:

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 REASONS = {
     "no-match": (
         "the graph around the experts is not one whose meaning could be proven",
-        "the detail says where: spell it differently, use experts_implementation='grouped_mm', or file an issue with "
-        "the site's repro.py (mok.dump)",
+        "the detail says where: spell it in a way that is known (docs/own_block.md), or file an issue with the site's "
+        "repro.py (mok.dump)",
     ),
     "dtype": (
         "dtypes inside the block differ in a way that fusing would change",
-        "keep x, weights and activations in one dtype: model.to(dtype), or autocast around the whole model",
+        "keep x, weights and activations in one dtype, as model.to(dtype) does; autocast leaves the weights wide",
     ),
     "layout": (
-        "gate and up, or their biases, are stored in a way no engine knows",
-        "store gate and up alike: both with or both without bias, as halves, interleaved or apart",
+        "weights or biases are stored in a way no engine knows, or experts are not of one make",
+        "store gate and up alike: both with or both without bias, as halves, interleaved or apart; and make all "
+        "experts of one class, with the same settings and shapes",
     ),
     "activation": (
         "the activation uses values from outside the experts",
@@ -35,8 +36,7 @@ REASONS = {
     ),
     "dropout": (
         "dropout, or something else with random numbers, works inside the experts",
-        "set its rate to 0 (such as config.dropout_rate or config.activation_dropout); on the block's input or result, "
-        "or on the experts' outputs, it does no harm",
+        "set its rate to 0; on the block's input or result, or on the experts' outputs, it does no harm",
     ),
     "soft": (
         "every token goes through every expert: a soft mixture, which has nothing sparse to fuse",
@@ -55,8 +55,9 @@ REASONS = {
         "do not return, keep or record it; what a hook needs, compute from the block's inputs or result",
     ),
     "mutation": (
-        "an input of the block is overwritten before the block ends",
-        "do not write it in place, or write into a copy; add onto a new tensor",
+        "an input of the block is overwritten before the block ends, or its loop writes something besides",
+        "do not write it in place, or write into a copy; add onto a new tensor; keep statistics outside of the experts "
+        "and their loop",
     ),
     "hooks": (
         "a hook sits on a value inside the block",
@@ -73,14 +74,12 @@ REASONS = {
     ),
     "data-dependent": (
         "a Python loop over the experts broke the graph",
-        "a loop without a branch on the data, such as out[mask] += ..., is fused under fullgraph=True or "
-        "options={'mok.capture': True}; otherwise model.set_experts_implementation('grouped_mm') where the model has "
-        "that setting, or write the experts as grouped matmuls (torch.nn.functional.grouped_mm)",
+        "spell the loop in a way that is known (docs/own_block.md); one without a branch on the data, such as "
+        "out[mask] += ..., is fused under fullgraph=True or options={'mok.capture': True} wherever it stands",
     ),
     "split": (
         "the block is cut by a graph break",
-        "remove the break: TORCH_LOGS=graph_breaks says where and why; on transformers 5 experts implementation 'mok' "
-        "(mok_compile.integrations.transformers.register) needs no graph",
+        "remove the break: TORCH_LOGS=graph_breaks says where and why",
     ),
     "arch": ("no native engine for this device", "nothing: the portable engine runs"),
     "shape": (
@@ -97,6 +96,16 @@ REASONS = {
     ),
     "disabled": ("switched off by mok.enabled", "set mok.enabled to True, or MOK_ENABLED=1"),
 }
+
+# What there is to do besides about a block of the library transformers.
+IN_TRANSFORMERS = {
+    "no-match": "or try experts_implementation='grouped_mm'",
+    "dropout": "the rate is a setting such as config.dropout_rate or config.activation_dropout",
+    "data-dependent": "model.set_experts_implementation('grouped_mm'), where the model has that setting, has no loop",
+    "split": "on transformers 5 experts implementation 'mok' (mok_compile.integrations.transformers.register) needs no "
+    "graph",
+}
+_IN_TRANSFORMERS = ("transformers/", "transformers_modules/")  # in the path of its code, and of remote code
 
 
 class StrictError(RuntimeError):
@@ -135,6 +144,7 @@ class Site:
     router_detail: str = ""  # why the router was not
     combine_detail: str = ""  # why the experts' rows alone were fused, not their weighted sum
     spread: Spread | None = None  # of an expert-parallel block
+    cut_off: bool = False  # of a miss: a router, whose experts are not in its graph
 
     @property
     def op(self) -> str:
@@ -154,7 +164,10 @@ class Site:
     @property
     def cure(self) -> str:
         """What the user can do about it."""
-        return REASONS[self.reason][1] if self.reason else ""
+        if not self.reason:
+            return ""
+        more = IN_TRANSFORMERS.get(self.reason) if any(at in self.location for at in _IN_TRANSFORMERS) else None
+        return "; ".join(filter(None, (REASONS[self.reason][1], more)))
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of this site; docs/dumps.md describes the fields."""

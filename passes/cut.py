@@ -57,12 +57,14 @@ SHADOWED = ("enumerate", "int", "isinstance", "len", "zip")
 class Cut:
     """`form` has the function's signature; `probe` takes self, the values of `live`, and by keyword the stand-ins.
 
-    `live`: local variables that the loop reads; `total`: the one that it adds the experts' outputs onto, in place, or
-    that it `fills` with them, or the list that it `appends` them to; `start`: the one that says where an expert's rows
-    start, if there is one; `reads`: attributes of self that it reads; `asks`: whether a branch may depend on the data.
+    `place`: where the loop is; `live`: local variables that it reads; `total`: the one that it adds the experts'
+    outputs onto, in place, or that it `fills` with them, or the list that it `appends` them to; `start`: the one that
+    says where an expert's rows start, if there is one; `reads`: attributes of self that it reads; `asks`: whether a
+    branch may depend on the data.
     The probe returns total and start.
     """
 
+    place: Place
     form: Callable
     probe: Callable
     live: tuple[str, ...]
@@ -72,6 +74,36 @@ class Cut:
     start: str | None
     reads: tuple[str, ...]
     asks: bool
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A loop over experts that cannot be cut out: where it is, which attributes of self it reads, a reason code and a
+    sentence."""
+
+    place: Place
+    reads: tuple[str, ...]
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """The lines of a loop, those of it and what prepares it, and the variable that holds self there."""
+
+    file: str
+    lines: range
+    around: range
+    owner: str
+
+
+class Stop(Exception):
+    """Why a function is not cut at `loop`: reason code and sentence, if not the loop's own statements tell. No `loop`
+    where none adds onto one variable."""
+
+    def __init__(self, loop: ast.For | None = None, reason: str = "", detail: str = "") -> None:
+        super().__init__(detail)
+        self.loop, self.reason, self.detail = loop, reason, detail
 
 
 def may_cut(function: Callable) -> bool:
@@ -91,23 +123,39 @@ def compares(function: types.FunctionType) -> bool:
     return any(step.opname == "COMPARE_OP" and "==" in step.argrepr for step in dis.get_instructions(function))
 
 
-def cut(function: types.FunctionType, run: Callable) -> Cut | None:
-    """`function` cut at its loop over experts; None if it has none, or one of another shape.
+def cut(function: types.FunctionType, run: Callable) -> Cut | Uncut | None:
+    """`function` cut at its loop over experts, or why it is not; None if it has no such loop.
 
     `run(cut)` is what the form asks, as a function of the owner and the values of `live`: that returns what the loop
     would add onto `total`, or None.
     """
     tree = _source(function)
-    found = [] if tree is None else [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
+    if tree is None or not tree.args.args:
+        return None
+    try:
+        return _cut(function, tree, run)
+    except Stop as stop:
+        from mok_compile.passes.uncut import uncut
+
+        return uncut(function, tree, stop)
+
+
+def _cut(function: types.FunctionType, tree: ast.FunctionDef, run: Callable) -> Cut:
+    found = [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
     # Rows of something else may be filled in before.
     adding = [(body, i) for body, i in found if not any(map(_fills_rows, ast.walk(body[i])))]
     found = adding or found
     # Around the loop over the experts there may be one over a token's slots, which Dynamo goes through.
     found = [(body, i) for body, i in found if not any(_holds(body[i], inner) for inner, _ in found)]
-    if len(found) != 1 or not tree.args.args or not _has_builtins(function):
-        return None
+    owner = tree.args.args[0].arg
+    if not found:
+        raise Stop
     body, at = found[0]
-    loop, owner = body[at], tree.args.args[0].arg
+    loop = body[at]
+    if len(found) > 1:
+        raise Stop(loop, "data-dependent", f"there are {len(found)} loops that add something up, where one is known")
+    if not _has_builtins(function):
+        raise Stop(loop, "data-dependent", "`len`, `zip` or the like mean something else here than in Python")
     total, appends = _adds_onto(loop)
     fills = any(map(_fills_rows, ast.walk(loop)))
     if appends:
@@ -130,22 +178,32 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | None:
     starts = carried - {total}
     start = starts.pop() if len(starts) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
-    if owner in inside.stored or carried - {total, start} or leaks - {total} or not _plain(loop, total):
-        return None
+    if not _plain(loop, total):
+        raise Stop(loop)
+    if owner in inside.stored or carried - {total, start} or leaks - {total}:
+        handed = sorted(carried - {total, start} | leaks - {total} | {owner} & inside.stored)
+        raise Stop(loop, "interior-use", f"the loop hands on more than its sum: {', '.join(handed)}")
     if fills and (appends or any(map(_adds_rows, ast.walk(loop)))):
-        return None
+        raise Stop(loop, "data-dependent", f"the loop fills rows of `{total}` in and adds onto them")
     if total not in live or not set(live) <= surely:
-        return None
+        raise Stop(loop, "data-dependent", "what the loop reads may not be there yet")
     if appends and (total not in local or not _only_joined(tree, loop, total)):
-        return None
+        raise Stop(loop, "data-dependent", f"the list `{total}` is not only concatenated")
+    place = place_of(function, tree, region)
     method = "append" if appends else "copy_" if fills else "add_"
     made = _rebuild(tree, body, region, owner, live, total, method, start)
     form, probe = (_compile(function, node) for node in made)
     reads = tuple(sorted(inside.attributes(owner)))
-    result = Cut(form, probe, live, total, appends, fills, start, reads, _asks(loop))
+    result = Cut(place, form, probe, live, total, appends, fills, start, reads, _asks(loop))
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = run(result)
     return result
+
+
+def place_of(function: types.FunctionType, tree: ast.FunctionDef, region: list[ast.stmt]) -> Place:
+    first, loop = min(statement.lineno for statement in region), region[-1]
+    lines, around = range(loop.lineno, loop.end_lineno + 1), range(first, loop.end_lineno + 1)
+    return Place(function.__code__.co_filename, lines, around, tree.args.args[0].arg)
 
 
 def _enclosed(tree: ast.FunctionDef, loop: ast.stmt) -> set[str]:

@@ -264,7 +264,7 @@ def _refused(block: Block, reason: str, detail: str) -> Site:
 
 def _missed(miss: Miss) -> Site:
     at = miss.named or miss.at
-    return Site("missed", miss.reason, _why(miss), location(miss.anchors, at), node=at.name)
+    return Site("missed", miss.reason, _why(miss), location(miss.anchors, at), node=at.name, cut_off=miss.cut_off)
 
 
 def _why(miss: Miss) -> str:

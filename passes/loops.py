@@ -1,7 +1,8 @@
 """Expert loops that Python runs outside of any graph: named, since nothing of them is left to fuse.
 
 The loop asks which experts were hit, so the graph breaks there. What Dynamo still hands over is the router, whose
-expert numbers leave the graph: that is what is looked for, in graphs without any experts of their own.
+expert numbers leave the graph: that is what is looked for, in graphs without any experts of their own. Loops in methods
+are known better (`mok_compile.integrations.missed`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,35 @@ from mok_compile import ops
 from mok_compile.passes.view import name_of
 
 _ROUTING = ("router", "moe", "expert", "gate", "mixture")
+_CHOICES = ("topk", "max", "argmax")
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
 
 
 def loop_behind(graph: fx.Graph) -> fx.Node | None:
-    """The top-k of a router whose expert numbers leave `graph`; None where there is none."""
-    if not any(word in str(entry).lower() for node in graph.nodes for entry in _modules(node) for word in _ROUTING):
-        return None
+    """The choice of a router whose expert numbers leave `graph`; None where there is none."""
     for node in graph.nodes:
-        leave = name_of(node) == "topk" and any(_leaves(user) for user in node.users if _picks_indices(user))
-        if leave and not _reaches_block(node):
+        if node.op not in ("call_function", "call_method") or name_of(node) not in _CHOICES:
+            continue
+        indices = [node] if name_of(node) == "argmax" else [user for user in node.users if _picks_indices(user)]
+        if any(map(_leaves, indices)) and not _reaches_block(node) and _routes(node):
             return node
     return None
+
+
+def _routes(choice: fx.Node) -> bool:
+    """Whether `choice` is among what a product gives that is a router's by its names; by those around the choice, where
+    there is no product. The names of the model do not count: its head chooses the next token."""
+    pending, seen, products = list(choice.all_input_nodes), set(), []
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            product = node.op in ("call_function", "call_method") and name_of(node) in _PRODUCTS
+            products += [node] if product else []
+            pending += [] if product else node.all_input_nodes
+    weights = [w.name for node in products for w in node.all_input_nodes if w.op in ("placeholder", "get_attr")]
+    named = [str(entry) for node in products or [choice] for entry in _modules(node)[1 if products else 0 :]]
+    return any(word in name.lower() for name in (*named, *weights) for word in _ROUTING)
 
 
 def _reaches_block(node: fx.Node) -> bool:

@@ -88,7 +88,8 @@ def tensors_of(operand: Value | FromTable | tuple[Value, ...] | None) -> tuple[V
 class Miss:
     """A block that was recognised but not proven: reason code, one sentence, and the node where the proof broke.
 
-    `named` is the node to name to the user where that is another, such as one that reads a value inside the block.
+    `named` is the node to name to the user where that is another, such as one that reads a value inside the block;
+    `cut_off` says that the graph holds nothing but the router.
     """
 
     anchors: tuple[fx.Node, ...]
@@ -96,6 +97,7 @@ class Miss:
     detail: str
     at: fx.Node
     named: fx.Node | None = None
+    cut_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,12 +199,12 @@ def _cut_off(graph: fx.Graph) -> list[Miss]:
     if router is None:
         return []
     if (found := placed_behind(router)) is not None:
-        return [Miss((found.at,), found.reason, found.detail, found.at)]
+        return [Miss((found.at,), found.reason, found.detail, found.at, cut_off=True)]
     detail = (
         "the expert ids leave the graph here: a Python loop over the experts follows, or another statement that waits "
         "for the data, such as bincount or nonzero"
     )
-    return [Miss((router,), "data-dependent", detail, router)]
+    return [Miss((router,), "data-dependent", detail, router, cut_off=True)]
 
 
 def _finals(graph: fx.Graph, view: View, facts: Facts) -> Iterator[fx.Node]:

@@ -16,7 +16,7 @@ from mok_compile import bench, build, cli, engines
 from mok_compile.distributed import peer_memory
 from mok_compile.options import Options
 from mok_compile.passes.rules import RULES
-from mok_compile.report import REASONS
+from mok_compile.report import IN_TRANSFORMERS, REASONS
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ def restored(monkeypatch):
     engines.ENGINES = known
     engines.get.cache_clear()
     for name in set(sys.modules) - modules:
-        if name in ("scaled", "mymodel", "hard", "mok_compile.engines.looped"):
+        if name in ("scaled", "mymodel", "hard", "mymoe", "stacked", "mok_compile.engines.looped"):
             del sys.modules[name]
 
 
@@ -90,6 +90,7 @@ def test_every_reason_has_its_section():
     assert list(sections) == list(REASONS)
     for code, (meaning, cure) in REASONS.items():
         assert meaning.lower() in sections[code].lower() and f"**What to do:** {cure}." in sections[code]
+        assert (f"**In transformers:** {IN_TRANSFORMERS.get(code)}." in sections[code]) == (code in IN_TRANSFORMERS)
 
 
 def test_every_option_is_documented():

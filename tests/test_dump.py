@@ -20,7 +20,7 @@ import mok_compile
 from mok_compile import dump
 from mok_compile.backend import transform
 from mok_compile.options import Options
-from mok_compile.report import REASONS, Report
+from mok_compile.report import IN_TRANSFORMERS, REASONS, Report, Site
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TLPARSE = Path(sys.executable).with_name("tlparse")
@@ -361,6 +361,20 @@ def test_colour_only_on_a_terminal(three, capsys):
     assert "\033[31m" in mok_compile.table.text(three[0], colour=True)
 
 
+@pytest.mark.parametrize("reason", IN_TRANSFORMERS)
+def test_advice_about_transformers_is_for_its_blocks_alone(reason):
+    own, theirs, remote = (
+        Site("missed", reason, "", f"mlp [Experts] {file}:3").cure
+        for file in (
+            "model.py",
+            "transformers/models/some/modeling_some.py",
+            "/c/transformers_modules/some/modeling.py",
+        )
+    )
+    assert own == REASONS[reason][1] and IN_TRANSFORMERS[reason] not in own
+    assert theirs == remote == f"{own}; {IN_TRANSFORMERS[reason]}"
+
+
 class LoopedExperts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -387,5 +401,6 @@ def test_experts_that_loop_in_python_are_named():
     report = mok_compile.explain(Layer())(torch.randn(6, HIDDEN), torch.rand(6, 4).topk(2).indices, torch.rand(6, 2))
     assert [(s.status, s.reason) for s in report.sites] == [("missed", "data-dependent")]
     assert report.sites[0].location.startswith("mlp [LoopedExperts] ")
-    assert "set_experts_implementation('grouped_mm')" in str(report)
+    said = " ".join(str(report).split())
+    assert REASONS["data-dependent"][1] in said and "set_experts_implementation" not in said
     assert any(note.startswith("graph break:") for note in report.notes)

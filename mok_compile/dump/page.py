@@ -105,11 +105,10 @@ def _site(number: int, site: Site, script: str | None) -> str:
     path = table.parts(site.location)[0]
     parts = []
     if site.reason:
-        meaning, cure = REASONS[site.reason]
         parts.append(
-            f'<div class="why {site.status}"><p><b>{_text(site.reason)}</b>: {_text(meaning)}.</p>'
+            f'<div class="why {site.status}"><p><b>{_text(site.reason)}</b>: {_text(REASONS[site.reason][0])}.</p>'
             f"<p>{_text(site.combine_detail or site.detail)}</p>"
-            f"<p><b>What to do:</b> {_text(cure)}</p>{_obstacle(site)}</div>"
+            f"<p><b>What to do:</b> {_text(site.cure)}</p>{_obstacle(site)}</div>"
         )
     elif site.detail and site.problem is None:  # it was the op already
         parts.append(f"<p>{_text(site.detail)}</p>")

@@ -23,10 +23,12 @@ def watch() -> None:
 
 
 def _open(*_) -> None:
-    from mok_compile.integrations import capture, counts, loops, proofs, transformers
+    from mok_compile.integrations import capture, counts, loops, missed, proofs, tracing, transformers
 
     capture.watch()
     counts.watch()
+    missed.watch()
     proofs.watch()
+    tracing.watch(missed.tell)
     transformers.open_eager()
     loops.open_doors()

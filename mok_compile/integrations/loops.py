@@ -26,14 +26,13 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.utils import np  # None where there is none
 from torch.utils import _contextlib
 
-from mok_compile.integrations import capture, counts
+from mok_compile.integrations import capture, counts, missed
+from mok_compile.integrations.missed import DATA_DEPENDENT, met, provers, refused
 from mok_compile.integrations.tracing import constant_of_module, our_options, trace_again, variable_of
 from mok_compile.options import Options
 
 log = logging.getLogger("mok_compile")
 _seen: weakref.WeakSet = weakref.WeakSet()
-# Why the loop of a module was left alone, for `mok_compile.explain`: reason code and sentence.
-refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
 # Modules of which ``mok.verify`` has found that the op computes something else than their loop, and what.
 distrusted: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 _live: list[tuple] = []
@@ -48,7 +47,7 @@ def open_doors() -> None:
             continue
         _seen.add(cls)
         for name, function in list(vars(cls).items()):
-            if _may_cut(_undecorated(function)) and _install(cls, name, function):
+            if _may_hold(_undecorated(function)) and _install(cls, name, function):
                 pass
             elif counts.may_count(function):
                 counts.install(cls, name, function)
@@ -77,10 +76,11 @@ def _classes(base: type) -> Iterator[type]:
         pending += cls.__subclasses__()
 
 
-def _may_cut(function: Any) -> bool:
+def _may_hold(function: Any) -> bool:
     from mok_compile.passes.cut import may_cut
+    from mok_compile.passes.uncut import may_be_named
 
-    return may_cut(function)
+    return may_cut(function) or may_be_named(function)
 
 
 def _decorator(function: Any) -> torch.no_grad | torch.inference_mode | None:
@@ -98,13 +98,15 @@ def _undecorated(function: Any) -> Any:
 
 
 def _install(cls: type, name: str, function: Callable) -> bool:
-    """Gives the method its traced form; False where it has no loop over experts."""
-    from mok_compile.passes.cut import cut
+    """Gives the method its traced form; False where it has no loop over experts, or one that is no more than named."""
+    from mok_compile.passes.cut import Cut, cut
 
     decorator = _decorator(function)
     masks = capture.may_fill(_undecorated(function))
     made = cut(_undecorated(function), functools.partial(_run, masks=masks))
-    if made is None:
+    if made is not None:
+        missed.register(made)
+    if not isinstance(made, Cut):
         return False
     form = made.form if decorator is None else decorator(made.form)
 
@@ -273,9 +275,17 @@ def _look(context: Any) -> None:
     try:
         owner, live = (variable_of(context, name) for name in ("owner", "live"))
         nodes = [v.as_proxy().node if v.realize().is_tensor() else None for v in live.items]
-        _live.append((tuple(_example(variable) for variable in live.items), nodes, owner.source))
+        _live.append((tuple(_example(variable) for variable in live.items), nodes, owner.source, _alone()))
     except AttributeError:  # Dynamo's own classes, which another release of torch may have changed: a loop stays a loop
         log.warning("mok-compile: this release of torch keeps its variables otherwise; please report", exc_info=True)
+
+
+def _alone() -> bool:
+    """Whether Dynamo traces what is asked for the loop's result as a frame of its own, having given the method up."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    return code.co_filename == __file__ and code.co_name in (run.__name__, "<lambda>")
 
 
 def _mark(context: Any) -> None:
@@ -357,7 +367,8 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
 
     if not _live:
         return None
-    live, nodes, source = _live.pop()
+    met.add(owner)
+    live, nodes, source, alone = _live.pop()
     if cut.fills and not cut.asks and not capture.given_up():
         return None  # without a branch on the data the graph has it all, weights and sum included
     _proven[:] = [(cut, weakref.ref(owner))]
@@ -371,6 +382,7 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         )
         known = Known(*told, *_counted(live, nodes)) if cut.appends else Known(*told)
         engine = our_options().engine
+        provers[owner] = functools.partial(_refusal, cut, live, known, engine)
         plan, reach = proven(
             cut,
             owner,
@@ -380,15 +392,37 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
         guard(owner, source, reach)
     except Break as stop:
         # Where the graph then breaks, the loop comes again, in a frame that knows less.
-        refused.setdefault(owner, (stop.reason, stop.detail))
+        if not alone:
+            refused.setdefault(owner, (_code(stop), stop.detail))
         log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
         return None
     except Exception as error:  # a bug of ours must not end the user's compile
         log.warning("mok-compile: a loop over experts could not be analysed; please report", exc_info=True)
-        refused.setdefault(owner, ("data-dependent", f"the loop could not be analysed: {error!r}"))
+        refused.setdefault(owner, (DATA_DEPENDENT, f"the loop could not be analysed: {error!r}"))
         return None
     refused.pop(owner, None)
+    met.discard(owner)
     return plan
+
+
+def _refusal(cut: Any, live: tuple, known: Any, engine: str, other: torch.nn.Module) -> tuple[str, str] | None:
+    """Why the loop of `cut` stays one in a module that nothing was traced for; None if it would not."""
+    from mok_compile.passes.iteration import understand
+    from mok_compile.passes.reach import Reach
+    from mok_compile.passes.rules import Break
+
+    try:
+        _written(understand(cut, other, live, known, Reach(other, cut.probe)), other, engine)
+    except Break as stop:
+        return _code(stop), stop.detail
+    except Exception as error:  # as in _plan
+        return DATA_DEPENDENT, f"the loop could not be analysed: {error!r}"
+    return None
+
+
+def _code(stop: Any) -> str:
+    """The reason code of a loop that is not proven: that of the graph's break where the proof has none of its own."""
+    return DATA_DEPENDENT if stop.reason == "no-match" else stop.reason
 
 
 def _is_given(node: torch.fx.Node | None) -> bool:

@@ -15,7 +15,8 @@ from mok_compile.options import Options, split
 
 _module: list[torch.nn.Module] = []
 _give_ups: list[Callable[[], None]] = []  # of what is done while Dynamo traces for us
-_theirs: list[Callable] = []  # Dynamo's own method meanwhile
+_at_end: list[Callable[[Any, Exception | None], None]] = []
+_theirs: list[Callable] = []  # Dynamo's own method
 
 
 def our_options() -> Options | None:
@@ -27,11 +28,17 @@ def our_options() -> Options | None:
 
 def options_of(compiler: Callable | None) -> Options | None:
     """The options in what Dynamo calls a compiler, if that is our backend and is enabled."""
+    found = backend_of(compiler)
+    return None if found is None else found[1]
+
+
+def backend_of(compiler: Callable | None) -> tuple[Callable, Options] | None:
+    """The backend in what Dynamo calls a compiler, with its options, if that is ours and is enabled."""
     compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
     # Around DistributedDataParallel Dynamo calls a splitter of graphs, which has ours.
     splitter = getattr(compiler, "__self__", None)
     if hasattr(splitter, "backend_compile_fn"):
-        return options_of(splitter.backend_compile_fn)
+        return backend_of(splitter.backend_compile_fn)
     backend = getattr(compiler, "compiler_fn", compiler)
     if getattr(backend, "compiler_name", None) != "mok":
         return None
@@ -43,7 +50,7 @@ def options_of(compiler: Callable | None) -> Options | None:
             return (
                 None  # the backend says so once it gets the graph: an error from here would look like one of Dynamo's
             )
-    return options if options.enabled else None
+    return (backend, options) if options.enabled else None
 
 
 def trace_again(reason: str) -> NoReturn:
@@ -56,33 +63,48 @@ def trace_again(reason: str) -> NoReturn:
     raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
-@contextlib.contextmanager
-def instead_of_errors(give_up: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, Dynamo traces the frame once more, after `give_up()`, where it would end the compile since a
-    number is needed that only the data tells, as in ``if n:`` (for ``if n > 0:`` it breaks the graph)."""
+def watch(at_end: Callable[[Any, Exception | None], None]) -> None:
+    """From now on, Dynamo calls `at_end(translator, None)` when it is through with a frame, and `at_end(translator,
+    error)` when it gives one up."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if not _give_ups:
-        _theirs.append(InstructionTranslator.run)
+    if at_end not in _at_end:
+        _at_end.append(at_end)
+    if InstructionTranslator.run is not _run:
+        _theirs[:] = [InstructionTranslator.run]
         InstructionTranslator.run = _run
-    _give_ups.append(give_up)
-    try:
-        yield
-    finally:
-        _give_ups.remove(give_up)
-        if not _give_ups:
-            InstructionTranslator.run = _theirs.pop()
 
 
 def _run(translator: Any) -> None:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
-        _theirs[-1](translator)
+        _theirs[0](translator)
+    except torch._dynamo.exc.RestartAnalysis:
+        raise
     except GuardOnDataDependentSymNode:
-        for give_up in tuple(_give_ups):
+        for give_up in (mine := tuple(_give_ups)):
             give_up()
-        trace_again("a number is needed that only the data tells")
+        if mine:
+            trace_again("a number is needed that only the data tells")
+        raise
+    except Exception as error:
+        for told in _at_end:
+            told(translator, error)
+        raise
+    for told in _at_end:
+        told(translator, None)
+
+
+@contextlib.contextmanager
+def instead_of_errors(give_up: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, Dynamo traces the frame once more, after `give_up()`, where it would end the compile since a
+    number is needed that only the data tells, as in ``if n:`` (for ``if n > 0:`` it breaks the graph)."""
+    _give_ups.append(give_up)
+    try:
+        yield
+    finally:
+        _give_ups.remove(give_up)
 
 
 def constant_of_module(function: Callable) -> Callable:

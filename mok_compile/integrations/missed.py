@@ -1,0 +1,153 @@
+"""Loops over experts at which the graph breaks: misses of which no graph knows.
+
+The rule for `explain`, the counters, the log and ``mok.strict`` alike: where Dynamo ends a frame at a line of such a
+loop, the loop is a miss, with the reason why it stayed a loop. It is told with the frame of the method that has it, so
+once, whatever frames that method was a part of before; a graph that ends at the loop does not count its router besides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mok_compile.integrations.tracing import backend_of
+from mok_compile.passes.cut import Cut, Uncut
+from mok_compile.report import Site
+
+if TYPE_CHECKING:
+    from mok_compile.options import Options
+    from mok_compile.passes.cut import Place
+
+log = logging.getLogger("mok_compile")
+DATA_DEPENDENT = "data-dependent"
+# Why the loop of a module was left alone: reason code and sentence.
+refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+# Of the compile that is under way: modules whose loop stays one, and how to find out why another of the class has one.
+met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+provers: weakref.WeakKeyDictionary[torch.nn.Module, Callable] = weakref.WeakKeyDictionary()
+_loops: dict[str, list[Cut | Uncut]] = defaultdict(list)  # by file
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop over experts of `owner` at which the graph breaks: where it is, reason code and sentence."""
+
+    owner: torch.nn.Module
+    place: Place
+    reason: str
+    detail: str
+    prove: Callable[[torch.nn.Module], tuple[str, str] | None] | None = None
+
+    def of(self, other: torch.nn.Module) -> Loop:
+        """The same loop of another module of the class, for which nothing was traced: it runs what was compiled for
+        this one."""
+        shared = DATA_DEPENDENT, f"it is in code that was compiled for another module, where {self.detail}"
+        reason, detail = (self.reason, self.detail) if self.prove is None else self.prove(other) or shared
+        return Loop(other, self.place, reason, detail)
+
+    def site(self, path: str = "") -> Site:
+        """`path`: of the owner in its model, where that is known."""
+        file = self.place.file.rpartition("site-packages/")[2]
+        where = f"{path or '(no module)'} [{type(self.owner).__name__}] {file}:{self.place.lines.start}"
+        return Site("missed", self.reason, f"the Python loop over these experts breaks the graph: {self.detail}", where)
+
+
+def watch() -> None:
+    """Forgets at the end of each compile what holds its tensors."""
+    from torch._dynamo.callback import callback_handler
+
+    if _forget not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_forget)
+
+
+def _forget(*_) -> None:
+    met.clear()
+    provers.clear()
+
+
+def register(loop: Cut | Uncut) -> None:
+    """Makes a loop known, by its lines."""
+    _loops[loop.place.file].append(loop)
+
+
+def without_their_routers(sites: list[Site]) -> list[Site]:
+    """`sites` of the graph that Dynamo hands over, without the router of a loop that the graph ends at."""
+    from torch._dynamo import symbolic_convert
+
+    routers = [site for site in sites if site.cut_off]
+    translator = getattr(symbolic_convert.tls, "current_tx", None) if routers else None
+    if translator is None:
+        return sites
+    found, reason = backend_of(translator.output.compiler_fn), _reason(translator.output)
+    told = found is not None and hasattr(found[0], "tell") and reason is not None and reason.graph_break
+    stack = reason.user_stack if told else ()
+    loops = ((frame.lineno, loop) for frame in stack for loop in _loops.get(frame.filename, ()))
+    ends = any(line in loop.place.around and (isinstance(loop, Cut) or _named(loop)) for line, loop in loops)
+    return [site for site in sites if site not in routers] if ends else sites
+
+
+def tell(translator: Any, error: Exception | None) -> None:
+    """Tells the backend that the frame was for of the loop that the frame of `translator` ended at, if it did, or was
+    given up at with `error`. BackendCompilerFailed if the backend has an error to raise, as ``mok.strict`` asks for."""
+    try:
+        loop, (backend, options) = _broken(translator, error) or (None, (None, None))
+    except AttributeError:  # Dynamo's own classes, which another release of torch may have changed
+        log.warning("mok-compile: this release of torch keeps its frames otherwise; please report", exc_info=True)
+        return
+    if loop is None:
+        return
+    try:
+        backend.tell(loop, options)
+    except Exception as raised:
+        compiler = translator.output.compiler_fn
+        failed = torch._dynamo.exc.BackendCompilerFailed(compiler, raised, inspect.currentframe())
+        raise failed.with_traceback(raised.__traceback__) from None
+
+
+def _broken(translator: Any, error: Exception | None) -> tuple[Loop, tuple[Any, Options]] | None:
+    """The loop that is to be told, and to which backend."""
+    loop, output = _ended_at(translator), translator.output
+    found = None if loop is None or translator.one_graph else backend_of(output.compiler_fn)
+    owner = None if found is None else translator.f_locals.get(loop.place.owner)
+    if not isinstance(owner, torch.nn.Module) or not hasattr(found[0], "tell"):
+        return None
+    if isinstance(loop, Uncut):
+        return (Loop(owner, loop.place, loop.reason, loop.detail), found) if _has_experts(owner, loop) else None
+    if owner not in met:  # an earlier frame has met it, whose rest this is
+        return None
+    said = str(error) if error is not None else _reason(output).reason
+    reason, detail = refused.get(owner, (DATA_DEPENDENT, said.strip().partition("\n")[0]))
+    return Loop(owner, loop.place, reason, detail, provers.get(owner)), found
+
+
+def _ended_at(translator: Any) -> Cut | Uncut | None:
+    """The loop that the frame of `translator` ended at, or at what prepares it, unless it was traced to its end."""
+    reason = _reason(translator.output)
+    if reason is not None and not reason.graph_break:
+        return None
+    loops = _loops.get(translator.f_code.co_filename, ())
+    return next((loop for loop in loops if translator.lineno in loop.place.around), None)
+
+
+def _reason(output: Any) -> Any:
+    """Why Dynamo has ended a graph; None if it has not, but given the frame up."""
+    return getattr(output, "compile_subgraph_reason", None)
+
+
+def _named(loop: Cut | Uncut) -> bool:
+    return any("expert" in name for name in loop.reads)
+
+
+def _has_experts(owner: torch.nn.Module, loop: Cut | Uncut) -> bool:
+    """Whether `loop` names experts, or what it reads of `owner` is several of something: modules, or matrices."""
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, list, tuple, dict)
+    values = [getattr(owner, name, None) for name in loop.reads]
+    several = (v for v in values if isinstance(v, lists) or (isinstance(v, torch.Tensor) and v.dim() > 1))
+    return _named(loop) or any(len(v) > 1 for v in several)
