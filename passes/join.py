@@ -15,7 +15,7 @@ from torch import fx
 from mok_compile import routing
 from mok_compile.passes.router import Router, bare, forms
 from mok_compile.passes.rules import Break
-from mok_compile.passes.site import Block
+from mok_compile.passes.site import Block, tensors_of
 from mok_compile.passes.substitute import Insertion, Substitution, _erase
 from mok_compile.passes.view import Cell, Value, View
 
@@ -75,7 +75,7 @@ def erase(substitution: Substitution, joined: Joined) -> None:
 def region_of(block: Block, router: Router, view: View) -> frozenset[fx.Node]:
     """The nodes between the router's operands and the block."""
     roots = {value for operand in router.operands for value in forms(operand)}
-    wanted = (block.ids, block.weights)
+    wanted = (block.ids, *tensors_of(block.weights))
     region: set[fx.Node] = set()
     pending = [
         (arg, view.positions[node])

@@ -32,8 +32,9 @@ _BINARY = {
     aten.div.Tensor: "div", aten.div.Scalar: "div",
 }  # fmt: skip
 _SUMS = (aten.sum.dim_IntList, aten.linalg_vector_norm.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _SHAPES = (
-    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default),
+    *(*_VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default),
     *(aten.clone.default, aten.alias.default),
 )
 
@@ -43,7 +44,7 @@ class Router:
     """A proven router. The operands are those of ``mok::moe``; `transposed`: the weight is stored [H, E].
 
     `scores` are the values along its first chain, logits first; `ids` and `weights` what it gives to the experts,
-    row by row, whatever their shape.
+    row by row, whatever their shape; no `weights` where these stand in a table.
     """
 
     spec: RouterSpec
@@ -55,7 +56,7 @@ class Router:
     expert_scale: Value | None
     scores: tuple[Value, ...]
     ids: Value
-    weights: Value
+    weights: Value | None
 
     @property
     def logits(self) -> Value:
@@ -69,8 +70,6 @@ class Router:
 
 def find(block: Block, facts: Facts) -> Router:
     """The router of `block`. Break("router") with the place where the proof ends."""
-    if isinstance(block.weights, FromTable):
-        raise _stop("the routing weights stand in a table of all experts; they are not the chosen experts' own scores")
     if block.weights is None:
         raise _stop("the experts' rows are not multiplied by routing weights")
     ids = bare(block.ids, cut=True)
@@ -122,23 +121,52 @@ class _Search:
         self.scale: Value | None = None
 
     def router(self) -> Router:
-        weights, chain = self._chain(self._untabled(bare(self.block.weights)), self.k, self._ends)
+        weights, chain, given = self._weights()
         end = chain[0]
-        if end.op is aten.gather.default:
-            scores, corrected, groups, correction = self._chosen_from(self._same_rows(end.args[0]))
-            masked = False
-        else:
-            if self.choice.detached:
-                raise _stop("the gradient of the router is cut")
-            scores, groups = self._groups(self._same_rows(self.choice), self._same_rows)
+        source = end.args[0] if end.op is aten.gather.default else self.choice
+        if end.op is not aten.gather.default and self.choice.detached:
+            raise _stop("the gradient of the router is cut")
+        if bare(source) is bare(self.choice):  # top-k's own numbers
+            scores, groups = self._groups(source)
             corrected, correction, masked = False, None, groups is not None
+        else:
+            scores, corrected, groups, correction = self._chosen_from(self._same_rows(source))
+            masked = False
         steps, values = self._chain(scores, self.experts, lambda v: v.op in (aten.mm.default, aten.addmm.default))
         logits = values[0]
         if any(step.op in LATE for step in steps):
             raise _stop("scores are normalised before the choice")
         spec = RouterSpec(self.k, steps, weights, groups, corrected, masked, self.ordered)
         bias, x, weight, transposed = self._linear(logits)
-        return Router(spec, x, weight, transposed, bias, correction, self.scale, tuple(values), self.ids, chain[-1])
+        return Router(spec, x, weight, transposed, bias, correction, self.scale, tuple(values), self.ids, given)
+
+    def _weights(self) -> tuple[tuple[Step, ...], list[Value], Value | None]:
+        """The chain that leads to the routing weights, and these if they are a value of their own."""
+        given, after = self.block.weights, []
+        if isinstance(given, FromTable):
+            given, after = self._scattered(given)
+        steps, chain = self._chain(self._untabled(bare(given)), self.k, self._ends)
+        return (*steps, *after), chain, None if after else chain[-1]
+
+    def _scattered(self, weights: FromTable) -> tuple[Value, list[Step]]:
+        """What was written into a table of logits at the chosen experts, and the steps that every number of the table
+        has taken since."""
+        value, dim, steps = weights.table, weights.dim, []
+        while value.op is not aten.scatter.src:
+            if value.op in (aten.transpose.int, aten.t.default) and len(value.meta.shape) == 2 and not value.detached:
+                value, dim = value.args[0], -3 - dim
+            elif value.op in (aten.clone.default, aten.alias.default) and not value.detached:
+                value = value.args[0]
+            elif value.op is aten._to_copy.default or value.op in _UNARY:
+                step, value = self._step(value)
+                steps.insert(0, step)
+            else:
+                break
+        if value.op is not aten.scatter.src or value.detached or dim != -1 or not self._at_the_ids(value):
+            raise _stop(
+                "the routing weights stand in a table of all experts; they are not the chosen experts' own scores"
+            )
+        return value.args[3], steps
 
     def _topk(self, value: Value) -> tuple[Value, int, bool]:
         """What `value` (a result of top-k along the last dimension) chooses from, how many, and whether in order."""
@@ -168,10 +196,15 @@ class _Search:
         table, dim, index = value.args[:3]
         if table.op is not aten.scatter.src or table.detached or not _last(table, dim):
             return value
-        _, at, put, source = table.args
-        alike = len(put.meta.shape) == len(source.meta.shape) and all(map(same, put.meta.shape, source.meta.shape))
-        own = all(self._limited(bare(i, self.k, cut=True)) is self.ids for i in (index, put))
-        return self._same_rows(source) if own and alike and _last(table, at) else value
+        own = self._limited(bare(index, self.k, cut=True)) is self.ids
+        return self._same_rows(table.args[3]) if own and self._at_the_ids(table) else value
+
+    def _at_the_ids(self, table: Value) -> bool:
+        """Whether `table`, a result of scatter, holds a number for each slot at its token and expert."""
+        _, dim, index, source = table.args
+        alike = len(index.meta.shape) == len(source.meta.shape) and all(map(same, index.meta.shape, source.meta.shape))
+        own = len(table.args) == 4 and self._limited(bare(index, self.k, cut=True)) is self.ids
+        return own and alike and _last(table, dim)
 
     def _limited(self, index: Value) -> Value:
         """`index` before it was limited to valid experts, which top-k's own ids are."""
@@ -312,7 +345,7 @@ class _Search:
 
     def _chosen_from(self, scores: Value) -> tuple[Value, bool, Groups | None, Value | None]:
         """How `scores` became what top-k chose from: whether and by which value corrected, within which groups."""
-        choice, groups = self._groups(self._free(self.choice), self._free)
+        choice, groups = self._groups(self.choice, cut=True)
         if choice is scores:
             return scores, False, groups, None
         if choice.op is aten.add.Tensor and len(choice.args) == 2 and not choice.kwargs:
@@ -327,65 +360,85 @@ class _Search:
         ones = all(same(n, 1) for n in shape[:-1])
         return value.meta.dtype.is_floating_point and len(shape) > 0 and same(shape[-1], self.experts) and ones
 
-    def _groups(self, choice: Value, peel: Callable[[Value], Value]) -> tuple[Value, Groups | None]:
+    def _groups(self, choice: Value, cut: bool = False) -> tuple[Value, Groups | None]:
         """`choice` before the experts of most groups were masked, and how they were."""
-        masked = self._masked(choice)
+        masked = self._masked(bare(choice, cut=cut))
         if masked is None:
-            return choice, None
-        a, mask, fill = masked
-        if len(mask.meta.shape) != len(a.meta.shape) or not all(map(same, mask.meta.shape, a.meta.shape)):
-            raise _stop("the mask of what top-k chooses from has another shape")
-        a = peel(a)
-        count, chosen, ordered, best, grouped = self._group_mask(mask)
-        if self._free(bare(grouped, cut=True)) is not self._free(a):
+            return self._rows(choice, cut), None
+        a, mask, fill, stays = masked
+        count, chosen, ordered, best, grouped = self._group_mask(a, mask, stays)
+        if self._base(grouped) is not self._base(a):
             raise _stop("groups are chosen by something else than the scores that they mask")
+        a = self._rows(a, cut)
         if chosen == count:  # all groups stay
             return a, None
         return a, Groups(count, chosen, best, fill, ordered)
 
-    def _masked(self, value: Value) -> tuple[Value, Value, float] | None:
-        """`value` as (a, mask that is true for what stays, fill)."""
+    def _rows(self, value: Value, cut: bool) -> Value:
+        """`value` without changes of shape, such as that of a row for all experts into one for each group; what it is
+        then has a row for all experts."""
+        while value.op in _SHAPES and (cut or not value.detached) and not same(value.meta.shape[-1], self.experts):
+            value = value.args[0]
+        return self._free(value) if cut else self._same_rows(value)
+
+    def _base(self, value: Value) -> Value:
+        """`value` without any change of shape, on the way to the ids."""
+        while value.op in (*_SHAPES, aten.detach.default):
+            value = value.args[0]
+        return value
+
+    def _masked(self, value: Value) -> tuple[Value, Value, float, bool] | None:
+        """`value` as (a, mask, fill, whether a stays where the mask is true)."""
         if value.op in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            a, mask, fill = value.args
-            inverse = mask.op in (aten.bitwise_not.default, aten.logical_not.default)
-            inverse = inverse or (mask.op is aten.eq.Scalar and mask.args[1] == 0)
-            mask = mask.args[0] if inverse else None
+            (a, mask, fill), stays = value.args, False
         elif value.op in (aten.where.self, aten.where.ScalarOther):
-            mask, a, fill = value.args
+            (mask, a, fill), stays = value.args, True
         else:
             return None
         fact = self.facts.of(fill)
         number = fact.number if isinstance(fact, Full) else _number(fill)
-        if mask is None or number is None or not isinstance(a, Value):
+        if number is None or not isinstance(a, Value):
             raise _stop("what top-k chooses from is masked in a way that is not understood")
-        return a, mask, number
+        if len(a.meta.shape) != len(value.meta.shape) or not all(map(same, a.meta.shape, value.meta.shape)):
+            raise _stop("the mask of what top-k chooses from has another shape")
+        return a, mask, number, stays
 
-    def _group_mask(self, mask: Value) -> tuple[int, int, bool, int, Value]:
-        """A mask [T, E] that is true in the chosen groups: groups, how many are chosen, whether in order, how many
-        experts a group is judged by, and the scores as [T, groups, experts of a group]."""
+    def _group_mask(self, a: Value, mask: Value, stays: bool) -> tuple[int, int, bool, int, Value]:
+        """A mask of `a`, [.., E] or [.., groups, experts of a group], that tells the chosen groups from the others:
+        groups, how many are chosen, whether in order, how many experts a group is judged by, and the scores as
+        [.., groups, experts of a group]. `stays`: whether what it is true for stays."""
         wrong = _stop("what top-k chooses from is masked by something else than groups")
-        while mask.op is aten._to_copy.default or mask.op in (aten.view.default, aten._unsafe_view.default):
-            mask = mask.args[0]  # zeros and ones in whatever dtype
-        mask = mask.args[0] if mask.op is aten.clone.default else mask
-        if mask.op is not aten.expand.default or mask.args[0].op is not aten.unsqueeze.default:
+        if len(mask.meta.shape) != len(a.meta.shape):
+            raise _stop("the mask of what top-k chooses from has another shape")
+        mask, stays = _unturned(mask, stays)
+        of = a
+        if same(a.meta.shape[-1], self.experts):  # seen by groups somewhere on the way
+            while mask.op in _VIEWS and same(mask.meta.shape[-1], self.experts):
+                mask, stays = _unturned(mask.args[0], stays)
+            of = mask
+        count, size = of.meta.shape[-2:] if len(of.meta.shape) > 1 else (None, None)
+        if not isinstance(count, int) or not isinstance(size, int) or count * size != self.experts:
             raise wrong
-        column = mask.args[0]
-        scattered = column.args[0]
-        size, count = mask.meta.shape[-1], mask.meta.shape[-2]
-        kept = all(map(same, column.meta.shape[:-1], mask.meta.shape[:-1]))
-        sizes = isinstance(count, int) and isinstance(size, int) and count * size == self.experts
-        if not _last(column, column.args[1]) or not kept or not sizes:
+        grid = (*of.meta.shape[:-1], size)
+        if mask.op is aten.expand.default:
+            if not all(map(same, mask.meta.shape, grid)):
+                raise wrong
+            mask, stays = _unturned(mask.args[0], stays)
+        column = (*grid[:-1], 1)  # a number for each group
+        if len(mask.meta.shape) != len(column) or not all(map(same, mask.meta.shape, column)):
             raise wrong
-        if scattered.op is not aten.scatter.value or len(scattered.args) != 4 or scattered.kwargs:
+        if mask.op in _VIEWS or (mask.op is aten.unsqueeze.default and _last(mask, mask.args[1])):
+            mask, stays = _unturned(mask.args[0], stays)
+        if len(mask.meta.shape) != len(column) - 1 or not all(map(same, mask.meta.shape, column)):
             raise wrong
-        zeros, dim, index, one = scattered.args
-        if (
-            self.facts.of(zeros) != Full(0.0)
-            or one != 1
-            or not _last(zeros, dim)
-            or not same(zeros.meta.shape[-1], count)
-        ):
+        if mask.op is not aten.scatter.value or len(mask.args) != 4 or mask.kwargs:
             raise wrong
+        base, dim, index, number = mask.args
+        rest = self.facts.of(base)
+        if not isinstance(rest, Full) or {rest.number, float(number)} != {0.0, 1.0} or not _last(base, dim):
+            raise wrong
+        if stays != bool(number):
+            raise _stop("what top-k chooses from is masked in the groups that were chosen, not in the others")
         if index.op is not aten.topk.default or index.index != 1:
             raise wrong
         by, chosen, ordered = self._topk(index)
@@ -404,8 +457,8 @@ class _Search:
         if value.op is aten.sum.dim_IntList and len(value.args) == 2 and not value.kwargs:
             top, dims = value.args
             if top.op is aten.topk.default and top.index == 0 and dims is not None and len(dims) == 1:
-                grouped, best, _ = self._topk(top)
-                if _last(top, dims[0]):
+                grouped, best, in_order = self._topk(top)
+                if _last(top, dims[0]) and (in_order or best <= 2):  # else the sum may be rounded in another way
                     return best, grouped
         raise _stop(f"groups are judged by {_name(value)}, not by their best experts")
 
@@ -424,6 +477,21 @@ class _Search:
         if bias is not None and (len(bias.meta.shape) != 1 or not same(bias.meta.shape[0], self.experts)):
             raise _stop("the logits' bias is not one number for each expert")
         return bias, x, weight, transposed
+
+
+def _unturned(mask: Value, stays: bool) -> tuple[Value, bool]:
+    """`mask` of zeros and ones before it was cast, copied or negated, and `stays`, negated as often."""
+    while True:
+        zero = mask.op is aten.eq.Scalar and mask.args[1] == 0
+        if zero or mask.op is aten.logical_not.default or (mask.op is aten.bitwise_not.default and _is_bool(mask)):
+            stays = not stays
+        elif mask.op not in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+            return mask, stays
+        mask = mask.args[0]
+
+
+def _is_bool(value: Value) -> bool:
+    return value.meta.dtype == torch.bool
 
 
 def _last(value: Value, dim: int) -> bool:

@@ -216,6 +216,10 @@ class View:
 
     def _intern(self, node: fx.Node, op, args: tuple, kwargs: dict, index: int, meta: Meta) -> Value:
         detached = self._initial_grad and not self._grad and meta.dtype.is_floating_point
+        if op is aten.detach.default and not self._grad:
+            op = aten.alias.default  # there is nothing to cut
+        if _turns_back(op, args) and args[0].detached == detached:
+            op, args = aten.alias.default, args[0].args[:1]
         # The dtype too: an in-place op keeps that of what it writes into, its functional form may not.
         key = (op, _hashable(args), _hashable(kwargs), index, detached, meta.dtype)
         value = self._interned.get(key)
@@ -262,8 +266,12 @@ class View:
 
     def _around(self, node: fx.Node, cell: Cell, part: Value, value: Value) -> Value:
         """What `cell` holds once `value` was written over `part`, which shares its memory."""
-        slices = part.op is aten.slice.Tensor and part.args[0] is cell.value and _is_new(cell.value)
-        if not slices or part.detached != cell.value.detached:
+        if part.args[:1] != (cell.value,) or part.detached != cell.value.detached:
+            return self._overwritten(node, cell)
+        if part.op is aten.view.default:  # all of it, in another shape
+            meta = cell.value.meta
+            return self._intern(node, aten.view.default, (value, meta.shape), {}, 0, meta)
+        if part.op is not aten.slice.Tensor or not _is_new(cell.value):
             return self._overwritten(node, cell)
         args = (cell.value, value, *part.args[1:])
         return self._intern(node, aten.slice_scatter.default, args, part.kwargs, 0, cell.value.meta)
@@ -364,6 +372,15 @@ class View:
         held = tree_map(lambda r: made[r] if isinstance(r, _Ref) else None, recording.result)
         if held is not None:
             self.cells[node] = held
+
+
+def _turns_back(op: Any, args: tuple) -> bool:
+    """Whether a transposition undoes the one before it."""
+    before = args[0] if op in (aten.t.default, aten.transpose.int) else None
+    if before is None or before.op is not op:
+        return False
+    rank = max(1, len(before.meta.shape))
+    return {d % rank for d in args[1:]} == {d % rank for d in before.args[1:]}
 
 
 _CREATE = (

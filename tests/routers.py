@@ -67,6 +67,19 @@ def deepseek_v3(logits, correction, scale):
     return ids, weights * 2.5
 
 
+def deepseek_reference(logits, correction, scale):
+    """DeepSeek's own repository: scores seen by groups, and a mask that is true where nothing can be chosen."""
+    scores = own = logits.sigmoid()
+    scores = (scores + correction).view(-1, 4, EXPERTS // 4)
+    groups = scores.topk(2, dim=-1)[0].sum(dim=-1).topk(2, dim=-1)[1]
+    mask = scores.new_ones(len(logits), 4, dtype=bool).scatter_(1, groups, False)
+    ids = scores.masked_fill_(mask.unsqueeze(-1), float("-inf")).flatten(1).topk(K, dim=-1)[1]
+    weights = own.gather(1, ids)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    weights *= 2.5
+    return ids, weights.type_as(logits)
+
+
 def deepseek_v2(logits, correction, scale):
     scores = logits.softmax(dim=-1)
     group_scores = scores.view(-1, 4, EXPERTS // 4).max(dim=-1).values
@@ -115,6 +128,13 @@ CASES = {
             *(Groups(4, 2, 2, float("-inf")), True, False, False),
         ),
         deepseek_v3,
+    ),
+    "deepseek_reference": Case(
+        RouterSpec(
+            *(K, (SIGMOID,), (NORMALISED, Step("mul", (2.5,)))),
+            *(Groups(4, 2, 2, float("-inf"), True), True),
+        ),
+        deepseek_reference,
     ),
     "deepseek_v2": Case(
         RouterSpec(K, (SOFTMAX,), (Step("mul", (16.0,)),), Groups(4, 1, 1, 0.0), masked=True, ordered=False),

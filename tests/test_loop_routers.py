@@ -77,6 +77,34 @@ def test_ids_and_weights_are_eagers_to_the_bit(name, training):
         assert torch.equal(a, b) and a.dtype == b.dtype
 
 
+class Reference(Listed):
+    """The block of DeepSeek's own repository: experts without tokens are skipped by their counts, one is shared."""
+
+    def make_weights(self):
+        super().make_weights()
+        self.shared = self.make_expert(self.gate.shape[1])
+
+    def experts(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] == 0:
+                continue
+            t, k = torch.where(ids == e)
+            y[t] += self.mlps[e](x[t]) * weights[t, k, None]
+        return y + self.shared(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_reference_code_of_deepseek(dynamic):
+    model = Reference("deepseek_reference")
+    traced = Traced(model, fullgraph=True, dynamic=dynamic)
+    for count in (14, 9):
+        compare(model, traced, tokens(count), tolerance=3e-4)
+    sites = {(site.op, site.reason, site.router) for site in traced.report.sites}
+    assert sites == {("moe", None, CASES["deepseek_reference"].spec)}, traced.report
+
+
 class Loss(Listed):
     """Reads its logits and ids once more, as an auxiliary loss does."""
 

@@ -682,6 +682,218 @@ class MaskInverted(Groups):
         return 1 - super().spread(mask)
 
 
+class Seen(Wrong):
+    """The scores seen by groups, and a mask with a number for each of them that is true where nothing can be chosen."""
+
+    groups, fill = 4, float("-inf")
+
+    def __init__(self, experts=16):
+        super().__init__(experts=experts)
+
+    def choose(self, scores):
+        choice = (scores + self.correction).view(len(scores), self.groups, -1)
+        chosen = self.judge(choice, scores).topk(2, -1)[1]
+        return self.hide(choice, self.mask(choice.new_ones(len(scores), self.groups, dtype=bool), chosen)).flatten(1)
+
+    def judge(self, choice, scores):
+        return choice.topk(2, -1)[0].sum(-1)
+
+    def mask(self, ones, chosen):
+        return ones.scatter_(1, chosen, False)
+
+    def hide(self, choice, mask):
+        return choice.masked_fill_(mask.unsqueeze(-1), self.fill)
+
+
+class SeenInverted(Seen):
+    def mask(self, ones, chosen):
+        return torch.zeros_like(ones).scatter_(1, chosen, True)
+
+
+class SeenTurnedOnce(Seen):
+    def hide(self, choice, mask):
+        return torch.where(mask.unsqueeze(-1), choice, self.fill)
+
+
+class SeenTurnedBits(Seen):
+    """~0 is -1, which is true, and so is ~1."""
+
+    def mask(self, ones, chosen):
+        return (~torch.zeros_like(ones, dtype=torch.int64).scatter_(1, chosen, 1)).bool()
+
+
+class SeenAllHidden(Seen):
+    def mask(self, ones, chosen):
+        return ones.scatter_(1, chosen, True)
+
+
+class SeenHalf(Seen):
+    """A half is true as well."""
+
+    def mask(self, ones, chosen):
+        return ones.float().scatter_(1, chosen, 0.5).bool()
+
+
+class SeenNextGroups(Seen):
+    def mask(self, ones, chosen):
+        return super().mask(ones, (chosen + 1) % self.groups)
+
+
+class SeenFirstTokens(Seen):
+    """Of the last tokens, all groups are hidden."""
+
+    def mask(self, ones, chosen):
+        return super().mask(ones, chosen[:5])
+
+
+class SeenAcross(Seen):
+    """As many experts in a group as there are groups: one of each is hidden."""
+
+    def hide(self, choice, mask):
+        return choice.masked_fill_(mask.unsqueeze(1), self.fill)
+
+
+class SeenJudgedAcross(Seen):
+    def judge(self, choice, scores):
+        return choice.transpose(1, 2).topk(2, -1)[0].sum(-1)
+
+
+class SeenBestAcross(Seen):
+    def judge(self, choice, scores):
+        return choice.amax(1)
+
+
+class SeenByOtherScores(Seen):
+    def judge(self, choice, scores):
+        return super().judge(scores.view(choice.shape), scores)
+
+
+class SeenWorst(Seen):
+    def judge(self, choice, scores):
+        return -super().judge(choice, scores)
+
+
+class SeenInAnyOrder(Seen):
+    """Sums of three in another order may be other numbers."""
+
+    def judge(self, choice, scores):
+        return choice.topk(3, -1, sorted=False)[0].sum(-1)
+
+
+class SeenLeast(Seen):
+    """What takes the place of hidden scores depends on the tokens."""
+
+    def hide(self, choice, mask):
+        return choice.masked_fill(mask.unsqueeze(-1), choice.min())
+
+
+class SeenBiased(Seen):
+    """The correction is left in the weights."""
+
+    def weigh(self, scores, ids):
+        return super().weigh(scores + self.correction, ids)
+
+
+@pytest.mark.parametrize(
+    ("block", "detail"),
+    [
+        (SeenInverted, "in the groups that were chosen"),
+        (SeenTurnedOnce, "in the groups that were chosen"),
+        (SeenTurnedBits, "something else than groups"),
+        (SeenAllHidden, "something else than groups"),
+        (SeenHalf, "something else than groups"),
+        (SeenNextGroups, "something else than groups"),
+        (SeenFirstTokens, "something else than groups"),
+        (SeenAcross, "something else than groups"),
+        (SeenJudgedAcross, "something else than the scores that they mask"),
+        (SeenBestAcross, "judged by aten.amax"),
+        (SeenByOtherScores, "something else than the scores that they mask"),
+        (SeenWorst, "judged by aten.neg"),
+        (SeenInAnyOrder, "judged by aten.sum"),
+        (SeenLeast, "not understood"),
+        (SeenBiased, "add.Tensor is no step"),
+    ],
+)
+def test_look_alikes_of_groups_that_are_seen(block, detail):
+    check_unrouted(block(), tokens(), detail=detail, tolerance=2e-5)
+
+
+class SeenBest(Seen):
+    def judge(self, choice, scores):
+        return choice.amax(-1)
+
+
+class SeenZeros(Seen):
+    fill = 0.0
+
+
+class SeenWithoutNo(Seen):
+    """True for those that stay, by two negations."""
+
+    def hide(self, choice, mask):
+        return torch.where(~mask.unsqueeze(-1), choice, self.fill)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (Seen, "best 2, others -inf"),
+        (SeenBest, "best, others -inf"),
+        (SeenZeros, "best 2, others 0"),
+        (SeenWithoutNo, "best 2, others -inf"),
+    ],
+)
+def test_groups_that_are_seen(block, words):
+    words = f"sigmoid, top 2 of score + bias within 2 of 4 groups (by their {words}), normalised"
+    assert str(check_router(block(), tokens(), tolerance=3e-5)) == words
+
+
+class Hidden(Routed):
+    """No correction: what is written into the scores seen by groups is written into the scores."""
+
+    reads = staticmethod(lambda logits, scores, weights: 0.0)
+
+    def forward(self, x):
+        logits = self.logits(x)
+        scores = own = logits.softmax(-1)
+        scores = scores.view(len(x), 4, -1)
+        mask = scores.new_ones(len(x), 4, dtype=bool).scatter_(1, scores.amax(-1).topk(2, -1)[1], False)
+        ids = scores.masked_fill_(mask.unsqueeze(-1), -1.0).flatten(1).topk(self.k, -1)[1]
+        weights = own.gather(1, ids)
+        return self.experts(x, ids, weights) + self.reads(logits, own, weights)
+
+
+class HiddenLogits(Hidden):
+    """The scores are the logits themselves."""
+
+    def forward(self, x):
+        own = self.logits(x)
+        scores = own.view(len(x), 4, -1)
+        mask = scores.new_ones(len(x), 4, dtype=bool).scatter_(1, scores.amax(-1).topk(2, -1)[1], False)
+        ids = scores.masked_fill_(mask.unsqueeze(-1), -1.0).flatten(1).topk(self.k, -1)[1]
+        return self.experts(x, ids, own.gather(1, ids)) + self.reads(own, own, own)
+
+
+@pytest.mark.parametrize("block", [Hidden, HiddenLogits])
+@pytest.mark.parametrize("count", [1, TOKENS])
+def test_scores_that_are_hidden_in_place(block, count):
+    with torch.no_grad():
+        router = check_router(block(), tokens(count, grad=False))
+        assert router.masked and router.groups.fill == -1.0 and not router.corrected
+        fused = Fused(model := tie(block()))
+        assert torch.equal(fused(x := tied()), model(x))
+
+
+@pytest.mark.parametrize("block", [Hidden, HiddenLogits])
+@pytest.mark.parametrize("read", [0, 1, 2], ids=["logits", "scores", "weights"])
+def test_readers_of_scores_that_are_hidden_in_place(monkeypatch, block, read):
+    """They get what was written, wherever it comes from."""
+    monkeypatch.setattr(block, "reads", staticmethod(lambda *values: values[read].sum(-1, keepdim=True)))
+    with torch.no_grad():
+        for verify in (True, False):
+            check_fused(block(), tokens(grad=False), verify=verify)
+
+
 @pytest.mark.parametrize(
     ("block", "detail"),
     [

@@ -21,8 +21,8 @@ def view_of(function, *args, dynamic=False, grad=False):
 
     with torch.set_grad_enabled(grad):
         torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
-    (gm,) = graphs
-    view = View(gm.graph)
+        (gm,) = graphs
+        view = View(gm.graph)
     view.keep = gm
     return view, {node.name: node for node in gm.graph.nodes}
 
@@ -87,6 +87,27 @@ def test_writing_a_view_changes_its_base():
     kept, after, y = result(view)
     assert kept is not after
     assert y.op == "written"
+
+
+def test_writing_all_of_it_in_another_shape():
+    def f(x):
+        y = x * 2
+        y.view(3, 2).add_(1)
+        return y + 0.5, ((x * 2).view(3, 2) + 1).view(2, 3) + 0.5
+
+    view, _ = view_of(f, torch.randn(2, 3))
+    assert len(set(result(view))) == 1
+
+
+@pytest.mark.parametrize("part", [lambda y: y.t(), lambda y: y.view(3, 2)[:2], lambda y: y.view(3, 2)[:, :1]])
+def test_writing_less_or_in_another_order(part):
+    def f(x):
+        y = x * 2
+        part(y).add_(1)
+        return y + 0.5
+
+    view, _ = view_of(f, torch.randn(2, 3))
+    assert result(view)[0].args[0].op == "written"
 
 
 def test_writing_a_slice_of_new_memory_is_slice_scatter():
@@ -159,6 +180,41 @@ def test_random_numbers_equal_nothing():
 
     view, _ = view_of(f, torch.randn(8))
     assert len(set(result(view))) == 4
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_is_cut_where_there_are_no_gradients(grad):
+    def f(x):
+        return (x * 2).detach() + 1
+
+    view, _ = view_of(f, torch.randn(3), grad=grad)
+    assert result(view)[0].args[0].op is (aten.detach.default if grad else aten.alias.default)
+
+
+def test_transposed_back():
+    def f(x):
+        return x.t().transpose(0, 1), x.transpose(0, 1).transpose(1, 0), x.transpose(0, -1).transpose(-2, 1), x.t().t()
+
+    view, _ = view_of(f, torch.randn(2, 3))
+    once, *values = result(view)
+    assert once.op is aten.transpose.int  # two spellings are not one
+    assert len(set(values)) == 1 and values[0].op is aten.alias.default
+
+    def g(x):
+        return x.transpose(0, 1).transpose(1, 2), x.transpose(0, 1).transpose(0, 2)
+
+    view, _ = view_of(g, torch.randn(2, 3, 4))
+    assert all(value.op is aten.transpose.int for value in result(view))
+
+
+def test_a_transposition_without_gradients_is_none_to_turn_back():
+    def f(x):
+        with torch.no_grad():
+            turned = x.t()
+        return turned.t()
+
+    view, _ = view_of(f, torch.randn(2, 3), grad=True)
+    assert result(view)[0].op is aten.t.default
 
 
 def test_no_grad_regions_are_marked():
