@@ -28,6 +28,7 @@ from mok_compile.passes.facts import (
     Column,
     Combined,
     Fact,
+    Full,
     Hits,
     Laid,
     Pointwise,
@@ -154,6 +155,31 @@ def _cast(value: Value, dims, **kwargs):
     return list(dims) if value.meta.dtype.is_floating_point else None
 
 
+def _counts(value: Value, size: Any) -> bool:
+    """Whether `value` is 0, 1, .. as often as `size`."""
+    while value.op is aten.detach.default:
+        value = value.args[0]
+    return value.op is aten.arange.default and len(value.args) == 1 and same(value.meta.shape[0], size)
+
+
+def _taken(value: Value, dims, dim, index, **kwargs):
+    """gather along the first dimension by an index that counts the rows, as often as it likes, column by column."""
+    at = unfold(index)
+    count, width = value.args[0].meta.shape if len(dims) == 2 else (None, None)
+    counts = len(dims) == 2 == len(at.dims) and _counts(at.base, count)
+    if not counts or dim not in (0, -2) or not same(index.meta.shape[1], width):
+        return None
+    rows, columns = at.dims
+    again = [axis for axis in rows if axis.number < 0]
+    own = same(count, 1) or len(again) < len(rows)  # the number of a single row is the same everywhere
+    if not own or any(axis.number >= 0 and not same(axis.size, 1) for axis in columns):
+        return None
+    if any(axis.number < 0 for dim in dims for axis in dim):
+        return None
+    place = next((i for i, axis in enumerate(rows) if axis.number >= 0), len(rows))
+    return [(*rows[:place], *dims[0], *rows[place + 1 :]), dims[1]]
+
+
 _CHANGES = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _regrouped),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), _regrouped),
@@ -163,7 +189,13 @@ _CHANGES = {
     **dict.fromkeys((aten.clone.default, aten.alias.default), lambda value, dims, *args, **kwargs: list(dims)),
     aten.slice.Tensor: _sliced,
     aten._to_copy.default: _cast,
+    aten.gather.default: _taken,
 }
+# Of these, rows that are known have rules of their own, or none.
+_NOT_OF_ROWS = (
+    *(aten._to_copy.default, aten.slice.Tensor, aten.gather.default),
+    *(aten.expand.default, aten.repeat.default),
+)
 
 
 # What the operands of a product are
@@ -435,7 +467,7 @@ def _cuts(dims: list, names: dict[int, str], shape: tuple) -> Iterator[tuple[lis
 
 
 for _op in _CHANGES:
-    if _op not in (aten._to_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor):
+    if _op not in _NOT_OF_ROWS:
         rule(_op)(_reshaped)
 
 
@@ -630,6 +662,25 @@ def _sum(facts, value, a, dim, keepdim=False, *, dtype=None):
     if left[-1:] != [(FEATURE,)] or set(left[:-1]) - {(TOKEN,)}:
         raise Break("no-match", "the sum over the experts of a token does not give rows of tokens")
     return _mixed(facts, fact.rows, over[0])
+
+
+@rule(aten.scatter_add.default, aten.index_add.default)
+def _add_onto_tokens(facts, value, base, dim, index, source, *, alpha=1):
+    """The rows of all experts, each added onto its token's."""
+    fact = facts.of(source)
+    if not isinstance(fact, Laid):
+        return None
+    places, *columns = unfold(index).dims
+    roles = _named((places,), {0: TOKEN, -1: EXPERT})
+    own = roles is not None and fact.roles == (*roles, (FEATURE,)) and _counts(unfold(index).base, base.meta.shape[0])
+    own = own and all(same(axis.size, fact.experts) for axis in places if axis.number < 0)
+    if value.op is aten.scatter_add.default:
+        again = all(axis.number < 0 or same(axis.size, 1) for dim in columns for axis in dim)
+        shapes = index.meta.shape, source.meta.shape
+        own = own and again and len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
+    if not own or _dim(base, dim) != 0 or alpha != 1 or not same(base.meta.shape[-1], source.meta.shape[-1]):
+        raise Break("no-match", "rows are added up by an index that is not proven to be their token")
+    return replace(_mixed(facts, fact.rows, (EXPERT,)), base=None if facts.of(base) == Full(0.0) else base)
 
 
 def _mixed(facts: Facts, rows: Rows | Pointwise, over: tuple[str, ...]) -> Combined:

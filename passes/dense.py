@@ -27,7 +27,7 @@ from mok_compile.passes.facts import (
     RowWeight,
     Share,
 )
-from mok_compile.passes.masks import distinct, tokens_in_order
+from mok_compile.passes.masks import distinct, permuted
 from mok_compile.passes.parts import extend
 from mok_compile.passes.rules import Break, Facts, _dim, _number, _weighted, pinned, rule, same
 from mok_compile.passes.shares import from_column, is_table, shared_out, tabulated
@@ -187,7 +187,7 @@ def _kept(facts: Facts, value: Value, hits: Hits, a: Value, number: float | None
         return None
     if number == -math.inf and fact is None:
         fenced = is_table(hits) and distinct(hits.ids) and len(a.meta.shape) == len(hits.axes)
-        return Fenced(hits.ids) if fenced and all(map(same, a.meta.shape, value.meta.shape)) else None
+        return Fenced(hits.ids, hits.axes) if fenced and all(map(same, a.meta.shape, value.meta.shape)) else None
     if number != 0:
         return None
     if isinstance(fact, Output):
@@ -241,6 +241,14 @@ def _stack(facts, value, tensors, dim=0):
     return Outputs(tensors, tuple(axes))
 
 
+@rule(aten.cat.default)
+def _cat_as_stack(facts, value, tensors, dim=0):
+    """Outputs that got a dimension for the experts one by one."""
+    dim = _dim(value, dim)
+    apart = all(t.op is aten.unsqueeze.default and _dim(t, t.args[1]) == dim and not t.detached for t in tensors)
+    return _stack(facts, value, tuple(t.args[0] for t in tensors), dim) if apart else None
+
+
 def _share_of_outputs(fact: Outputs, hits: Hits, share: Share) -> Outputs | None:
     wanted = tuple(NONE if axis == FEATURE else axis for axis in fact.axes)
     return replace(fact, share=share) if fact.share is None and hits.axes == wanted and hits.reduced else None
@@ -281,7 +289,8 @@ def _shape_outputs(facts, value, a, *args):
     """Dimensions of one entry come and go, and those of the tokens are one or several."""
     fact = facts.of(a)
     if isinstance(fact, Outputs):
-        axes = _permuted(fact.axes, a, args[0]) if value.op is aten.permute.default else _with_ones(fact.axes, a, value)
+        turned = value.op is aten.permute.default
+        axes = permuted(fact.axes, value, a, *args) if turned else _with_ones(fact.axes, a, value)
         return None if axes is None else replace(fact, axes=axes)
     if not isinstance(fact, (Partial, Combined)) or value.op is aten.unsqueeze.default:
         return None
@@ -292,11 +301,6 @@ def _shape_outputs(facts, value, a, *args):
     kept = len(old) == len(new) and all(map(same, old, new))
     # The last of them are the rows' own numbers; those before it are tokens, in row-major order.
     return fact if kept or (len(old) > 1 < len(new) and same(old[-1], new[-1])) else None
-
-
-def _permuted(axes: tuple[str, ...], a: Value, dims: tuple[int, ...]) -> tuple[str, ...] | None:
-    order = [_dim(a, d) for d in dims]
-    return tuple(axes[d] for d in order) if tokens_in_order(axes, a, order) else None
 
 
 def _with_ones(axes: tuple[str, ...], a: Value, value: Value) -> tuple[str, ...] | None:

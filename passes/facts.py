@@ -113,9 +113,10 @@ class NoRoute(Fact):
 @dataclass(frozen=True)
 class FromTable:
     """Routing weights that stand in a table [T, E]: that of a slot is in its token's row, at its expert. The experts
-    of a token are distinct."""
+    of a token are distinct. `dim`: the table's dimension for the experts."""
 
     table: Value
+    dim: int = -1
 
 
 @dataclass(frozen=True)
@@ -333,10 +334,20 @@ class Share(Fact):
 
 
 @dataclass(frozen=True)
+class Slotted(Fact):
+    """A table of routing weights in which those of some slots are, `done`: ``Share(hits, weights)`` once all are."""
+
+    hits: Hits
+    weights: Value
+    done: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Fenced(Fact):
-    """Logits [T, E]: minus infinity at the experts that a token does not go to."""
+    """Logits of every token and expert: minus infinity at those that a token does not go to. `axes` as for Hits."""
 
     ids: Value
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -407,7 +418,7 @@ class Filled(Fact):
 # Facts about floating-point numbers, which carry gradients.
 Differentiable = (
     (Rows | Lifted | Pointwise | Slim | Grid | Combined | RowWeight | BiasRows | ExpertWeights)
-    | (Laid | Share | Fenced | Output | Outputs | Stretched | Onto | Partial | Filled)
+    | (Laid | Share | Slotted | Fenced | Output | Outputs | Stretched | Onto | Partial | Filled)
 )  # fmt: skip
 
 

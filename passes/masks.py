@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from mok_compile.passes.facts import BOTH, CHOICE, EXPERT, NONE, TOKEN, Counts, Hits, Iota, Share
-from mok_compile.passes.rules import _COUNTS, _dim, _integer, _root, rule, same
+from mok_compile.passes.rules import _COUNTS, _dim, _integer, _root, _whole, rule, same
 from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def _hits(ids: Value) -> Hits:
     if rank > 1:
         return Hits(root, (TOKEN,) * (rank - 1) + (CHOICE,), ids.meta.shape[-1])
     if ids.op is aten.select.int and len(ids.args[0].meta.shape) > 1 and _dim(ids.args[0], ids.args[1]) == 1:
-        return Hits(_root(ids.args[0]), (TOKEN,), ids.args[0].meta.shape[-1], choice=ids.args[2])
+        return Hits(_root(_whole(ids.args[0])), (TOKEN,), ids.args[0].meta.shape[-1], choice=ids.args[2])
     return Hits(root, (BOTH,), root.meta.shape[-1] if len(root.meta.shape) > 1 else None)
 
 
@@ -255,22 +255,22 @@ def tokens_in_order(axes: tuple[str, ...], a: Value, order: list[int]) -> bool:
     return tokens == sorted(tokens)
 
 
-@rule(aten.permute.default)
-@_shaped
-def _permute_hits(value, a, hits, dims):
-    order = [_dim(a, d) for d in dims]
-    return replace(hits, axes=tuple(hits.axes[d] for d in order)) if tokens_in_order(hits.axes, a, order) else None
+def permuted(axes: tuple[str, ...], value: Value, a: Value, *dims) -> tuple[str, ...] | None:
+    """`axes` of `a` as those of `value`, its dimensions in another order; None where tokens would change theirs."""
+    order = list(range(len(axes)))
+    if value.op is aten.permute.default:
+        order = [_dim(a, d) for d in dims[0]]
+    elif len(order) > 1:
+        first, second = (_dim(a, d) for d in dims or (0, 1))
+        order[first], order[second] = second, first
+    return tuple(axes[d] for d in order) if tokens_in_order(axes, a, order) else None
 
 
-@rule(aten.transpose.int, aten.t.default)
+@rule(aten.permute.default, aten.transpose.int, aten.t.default)
 @_shaped
-def _transpose_hits(value, a, hits, first=0, second=1):
-    order = list(range(len(hits.axes)))
-    if len(order) < 2:
-        return None
-    first, second = _dim(a, first), _dim(a, second)
-    order[first], order[second] = second, first
-    return replace(hits, axes=tuple(hits.axes[d] for d in order)) if tokens_in_order(hits.axes, a, order) else None
+def _permute_hits(value, a, hits, *dims):
+    axes = permuted(hits.axes, value, a, *dims)
+    return None if axes is None else replace(hits, axes=axes)
 
 
 @rule(aten.expand.default, aten.clone.default, aten.alias.default, aten.contiguous.default)

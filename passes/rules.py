@@ -597,11 +597,14 @@ def _identity(facts, value, a, *args, **kwargs):
     return facts.of(a)
 
 
+CUT = "the graph is cut by detach() inside the block"
+
+
 @rule(aten.detach.default)
 def _detach(facts, value, a):
     fact = facts.of(a)
     if isinstance(fact, Differentiable):
-        raise Break("no-match", "the graph is cut by detach() inside the block")
+        raise Break("no-match", CUT)
     return fact
 
 

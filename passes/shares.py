@@ -9,23 +9,47 @@ from dataclasses import replace
 
 import torch
 
-from mok_compile.passes.facts import BOTH, CHOICE, EXPERT, NONE, TOKEN, Fenced, FromTable, Full, Hits, RowWeight, Share
-from mok_compile.passes.masks import distinct
-from mok_compile.passes.rules import Facts, _dim, _integer, _root, rule, same
+from mok_compile.passes.facts import (
+    BOTH,
+    CHOICE,
+    EXPERT,
+    NONE,
+    TOKEN,
+    Fact,
+    Fenced,
+    FromTable,
+    Full,
+    Hits,
+    Iota,
+    RowWeight,
+    Share,
+    Slotted,
+)
+from mok_compile.passes.masks import distinct, permuted
+from mok_compile.passes.rules import Facts, _dim, _integer, _number, _root, _whole, pinned, rule, same
 from mok_compile.passes.view import Value
 
 aten = torch.ops.aten
 
 
 def is_table(hits: Hits) -> bool:
-    """Whether `hits` are a table [.., E] that is true at the experts of each token."""
-    return hits.axes[-1] == EXPERT and set(hits.axes[:-1]) == {TOKEN} and bool(hits.reduced) and not hits.negated
+    """Whether `hits` are a table, of tokens and all experts, that is true at the experts of each token."""
+    tokens = [axis for axis in hits.axes if axis != EXPERT]
+    both = len(tokens) == len(hits.axes) - 1 and set(tokens) == {TOKEN}
+    return both and bool(hits.reduced) and not hits.negated
+
+
+def _table(value: Value, axes: tuple[str, ...]) -> FromTable:
+    return FromTable(value, axes.index(EXPERT) - len(axes))
 
 
 def tabulated(fact: Share, value: Value) -> Share | None:
     """`fact` of a table of which each number was changed, and zeros remained what they are."""
-    table = is_table(fact.hits) and of_all_experts(value, fact.hits.ids) and value.meta.dtype.is_floating_point
-    return Share(fact.hits, FromTable(value)) if table else None
+    hits = fact.hits
+    if not is_table(hits) or len(hits.axes) != len(value.meta.shape) or not value.meta.dtype.is_floating_point:
+        return None
+    table = _table(value, hits.axes)
+    return Share(hits, table) if of_all_experts(value, hits.ids, table.dim) else None
 
 
 def shared_out(hits: Hits, weights: Value, value: Value) -> Share | None:
@@ -44,8 +68,9 @@ def shared_out(hits: Hits, weights: Value, value: Value) -> Share | None:
             of = of.args[0]
         same_slot = of.op is aten.select.int and of.args[2] == hits.choice and not of.detached
         last = same_slot and _dim(of.args[0], of.args[1]) == len(of.args[0].meta.shape) - 1
-        fits = last and all(same(n, 1) == (axis != TOKEN) for n, axis in zip(sizes, axes, strict=True))
-        return Share(hits, of.args[0]) if fits else None
+        wanted = (n if axis == TOKEN else 1 for n, axis in zip(value.meta.shape, axes, strict=True))
+        fits = last and all(map(same, sizes, wanted))
+        return Share(hits, _whole(of.args[0])) if fits else None
     slots = [axis for axis in axes if axis in (TOKEN, CHOICE, BOTH)]
     in_order = slots == [BOTH] or (slots[-1:] == [CHOICE] and set(slots[:-1]) == {TOKEN})
     spread = all(
@@ -55,9 +80,9 @@ def shared_out(hits: Hits, weights: Value, value: Value) -> Share | None:
     return Share(hits, weights) if in_order and spread else None
 
 
-def of_all_experts(table: Value, ids: Value) -> bool:
-    """Whether `table` has a column for each expert that `ids` can name."""
-    return distinct(ids) and same(table.meta.shape[-1], ids.args[0].meta.shape[-1])
+def of_all_experts(table: Value, ids: Value, dim: int = -1) -> bool:
+    """Whether `table` has a place along `dim` for each expert that `ids` can name."""
+    return distinct(ids) and same(table.meta.shape[dim], ids.args[0].meta.shape[-1])
 
 
 def from_column(a: Value, hits: Hits) -> RowWeight | None:
@@ -76,6 +101,12 @@ def from_column(a: Value, hits: Hits) -> RowWeight | None:
 
 def _table_of(a: Value, expert: int | None) -> Value | None:
     """The table of which `a` is the column of `expert`; None if it is no column, or of another."""
+    table, number = column(a) or (None, None)
+    return table if number == expert else None
+
+
+def column(a: Value) -> tuple[Value, int] | None:
+    """The table of which `a` is one column, and which one."""
     while a.op in (aten.unsqueeze.default, aten.view.default) and not a.detached:
         inner = a.args[0]
         if len(inner.meta.shape) > 1 and not same(inner.meta.shape[-1], 1):
@@ -83,9 +114,13 @@ def _table_of(a: Value, expert: int | None) -> Value | None:
         a = inner
     if a.detached or a.op not in (aten.select.int, aten.slice.Tensor):
         return None
-    table, dim, start = a.args[0], _dim(a.args[0], a.args[1]), a.args[2]
-    column = dim == len(table.meta.shape) - 1 > 0 and start == expert
-    return table if column and (a.op is aten.select.int or same(a.meta.shape[-1], 1)) else None
+    table, dim, number = _whole(a.args[0]), _dim(a.args[0], a.args[1]), a.args[2]
+    last = dim == len(table.meta.shape) - 1 > 0 and isinstance(number, int)
+    one = a.op is aten.select.int or same(a.meta.shape[-1], 1)
+    if last and number < 0:
+        size = table.meta.shape[-1]
+        last, number = isinstance(size, int), number + size
+    return (table, number) if last and one else None
 
 
 @rule(aten.scatter.src, aten.scatter_add.default)
@@ -99,8 +134,71 @@ def _scatter_table(facts, value, base, dim, index, source):
     if not all(map(same, source.meta.shape, index.meta.shape)):
         return None
     if fact == Full(0.0):
-        return Share(hits, source)
-    return Fenced(hits.ids) if fact == Full(-math.inf) and value.op is aten.scatter.src else None
+        return Share(hits, _whole(source))
+    return Fenced(hits.ids, hits.axes) if fact == Full(-math.inf) and value.op is aten.scatter.src else None
+
+
+@rule(aten.scatter.src, aten.scatter_add.default)
+def _scatter_slot(facts, value, base, dim, index, source):
+    alike = len(source.meta.shape) == len(index.meta.shape) and all(map(same, source.meta.shape, index.meta.shape))
+    if not alike or _scattered(facts, base, dim, index) is None:
+        return None
+    return _with_slot(facts, value, facts.of(base), _slot(facts, index, source, len(base.meta.shape)))
+
+
+@rule(aten.index_put.default)
+def _put_slot(facts, value, base, indices, source, accumulate=False):
+    """``table[arange(T), ids[:, k]] = weights[:, k]``"""
+    if len(indices) != 2 or None in indices or len(base.meta.shape) != 2:
+        return None
+    shapes = [v.meta.shape for v in (*indices, source)]
+    flat = all(len(shape) < 2 and same(math.prod(shape), base.meta.shape[0]) for shape in shapes)
+    if not flat or not isinstance(facts.of(indices[0]), Iota):
+        return None
+    return _with_slot(facts, value, facts.of(base), _slot(facts, indices[1], source, 2))
+
+
+@rule(aten.add.Tensor)
+def _add_slot(facts, value, a, b, alpha=1):
+    for new, onto in ((a, b), (b, a)):
+        fact = facts.of(new)
+        base = Full(0.0) if _number(onto) == 0 else facts.of(onto)
+        tables = [v for v in (new, onto) if isinstance(v, Value) and facts.of(v) != Full(0.0)]
+        rank = len(value.meta.shape)
+        whole = all(len(v.meta.shape) == rank and all(map(same, v.meta.shape, value.meta.shape)) for v in tables)
+        found = _with_slot(facts, value, base, fact) if isinstance(fact, Share) and whole and alpha == 1 else None
+        if found is not None:
+            return found
+    return None
+
+
+def _slot(facts: Facts, index: Value, source: Value, rank: int) -> Share | None:
+    """A table of so many dimensions with the weights `source` of one slot at its experts `index`."""
+    ids, weights = column(index), column(source)
+    if ids is None or weights is None or ids[1] != weights[1] or not _integer(ids[0]) or facts.of(ids[0]) is not None:
+        return None
+    axes = (TOKEN,) * (rank - 1) + (EXPERT,)
+    return Share(Hits(_root(ids[0]), axes, ids[0].meta.shape[-1], choice=ids[1]), weights[0])
+
+
+def _with_slot(facts: Facts, value: Value, base: Fact | None, new: Share | None) -> Share | Slotted | None:
+    """Of the table `value`: `new`, the weights of one slot, onto what `base` says of others of the same table. All of
+    its weights, once no slot is left."""
+    slot, weights = (None, None) if new is None else (new.hits.choice, new.weights)
+    if slot is None or not isinstance(weights, Value) or weights.meta.dtype != value.meta.dtype:
+        return None
+    hits, ids = replace(new.hits, choice=None, reduced="sum"), new.hits.ids
+    alike = len(ids.meta.shape) == len(weights.meta.shape) and all(map(same, ids.meta.shape, weights.meta.shape))
+    known = alike and same(hits.k, ids.meta.shape[-1]) and facts.of(weights) is None and is_table(hits)
+    if not known or not distinct(ids) or not value.meta.dtype.is_floating_point:
+        return None
+    if isinstance(base, Share):  # the first slot, which was added onto nothing
+        base = _with_slot(facts, value, Full(0.0), base)
+    done = base.done if isinstance(base, Slotted) and (base.hits, base.weights) == (hits, weights) else frozenset()
+    if slot in done or not (done or base == Full(0.0)):
+        return None
+    done |= {slot}
+    return Share(hits, weights) if len(done) == pinned(hits.k) else Slotted(hits, weights, done)
 
 
 @rule(aten.scatter.value)
@@ -117,7 +215,7 @@ def _scattered(facts: Facts, base: Value, dim: int, index: Value) -> Hits | None
     rows = len(index.meta.shape) == rank > 1 and all(map(same, index.meta.shape[:-1], base.meta.shape[:-1]))
     if not rows or _dim(base, dim) != rank - 1 or facts.of(index) is not None or not _integer(index):
         return None
-    return Hits(_root(index), (TOKEN,) * (rank - 1) + (EXPERT,), index.meta.shape[-1], reduced="sum")
+    return Hits(_root(_whole(index)), (TOKEN,) * (rank - 1) + (EXPERT,), index.meta.shape[-1], reduced="sum")
 
 
 @rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
@@ -129,11 +227,17 @@ def _ones(facts, value, *args, **kwargs):
 def _from_fenced(facts, value, a, *args):
     """Where a logit is minus infinity there is an exact zero, with an exact zero for a gradient."""
     fact = facts.of(a)
-    if not isinstance(fact, Fenced) or (args and _dim(a, args[0]) != len(a.meta.shape) - 1):
+    if not isinstance(fact, Fenced) or (args and fact.axes[_dim(a, args[0])] != EXPERT):
         return None
-    rank = len(a.meta.shape)
-    hits = Hits(fact.ids, (TOKEN,) * (rank - 1) + (EXPERT,), fact.ids.meta.shape[-1], reduced="any")
-    return Share(hits, FromTable(value))
+    hits = Hits(fact.ids, fact.axes, fact.ids.meta.shape[-1], reduced="any")
+    return Share(hits, _table(value, fact.axes))
+
+
+@rule(aten.permute.default, aten.transpose.int, aten.t.default)
+def _permute_fenced(facts, value, a, *dims):
+    fact = facts.of(a)
+    axes = permuted(fact.axes, value, a, *dims) if isinstance(fact, Fenced) else None
+    return None if axes is None else replace(fact, axes=axes)
 
 
 @rule(aten.div.Tensor, aten.div.Scalar)

@@ -35,7 +35,7 @@ from mok_compile.passes.facts import (
 )
 from mok_compile.passes.loops import loop_behind
 from mok_compile.passes.outputs import outputs_of
-from mok_compile.passes.rules import Break, Facts, pinned, register_foreign, same
+from mok_compile.passes.rules import CUT, Break, Facts, pinned, register_foreign, same
 from mok_compile.passes.unclaimed import placed_behind, unclaimed
 from mok_compile.passes.view import Cell, Value, View, target_of
 from mok_compile.spec import ExpertsSpec, dtype_name
@@ -149,7 +149,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     facts.experts = experts_on_every_token(view.values, facts)
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
-        return Analysis(view, [], _unclaimed(graph, []) or _cut_off(graph), facts)
+        return Analysis(view, [], _unclaimed(graph, [], view, facts) or _cut_off(graph), facts)
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:
@@ -164,7 +164,7 @@ def analyse(graph: fx.Graph) -> Analysis:
         opened, left = _open_blocks(miss, view, facts)
         blocks += opened
         misses += [left] if left.anchors else []
-    misses += _unclaimed(graph, [*blocks, *misses])
+    misses += _unclaimed(graph, [*blocks, *misses], view, facts)
     return Analysis(view, sorted(blocks, key=lambda block: view.positions[block.final]), misses, facts)
 
 
@@ -187,10 +187,19 @@ def _open_blocks(miss: Miss, view: View, facts: Facts) -> tuple[list[Block], Mis
     return blocks, replace(miss if blocks else why, anchors=left)
 
 
-def _unclaimed(graph: fx.Graph, sites: list[Block | Miss]) -> list[Miss]:
-    """The misses of experts that are none of these sites."""
+def _unclaimed(graph: fx.Graph, sites: list[Block | Miss], view: View, facts: Facts) -> list[Miss]:
+    """The misses of experts that are none of these sites. Where a proof that had come as far as their products was cut
+    off by a detach(), that is said."""
     claimed = {node for site in sites for node in (*site.anchors, *getattr(site, "region", ()))}
-    return [Miss((found.at,), found.reason, found.detail, found.at) for found in unclaimed(graph, claimed)]
+    misses = []
+    for found in unclaimed(graph, claimed):
+        cut = (facts.broken[v] for node in found.products for v in view.made[node] if v in facts.broken)
+        cut = next((broken for broken in cut if broken.detail == CUT), None)
+        if cut is None or found.reason != "no-match":
+            misses.append(Miss((found.at,), found.reason, found.detail, found.at))
+        else:
+            misses.append(Miss((found.at,), cut.reason, cut.detail, found.at))
+    return misses
 
 
 def _cut_off(graph: fx.Graph) -> list[Miss]:

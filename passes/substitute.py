@@ -48,7 +48,9 @@ class Insertion:
         for node in self.nodes:
             if node.target is torch.gather:
                 table = node.args[0]
-                return table.args[0] if table in self.nodes else table, node.args[2]
+                while table in self.nodes:  # in another shape
+                    table = table.args[0]
+                return table, node.args[2]
         return None
 
     @property
@@ -146,7 +148,7 @@ class Substitution:
         if block.weights is None:
             weights = self._emit(block, torch.ones_like, ids, dtype=_fake(x).dtype)
         elif isinstance(block.weights, FromTable):
-            weights = self._from_table(block, block.weights.table, ids)
+            weights = self._from_table(block, block.weights, ids)
         else:
             weights = self._per_slot(block, block.weights)
         lists = (
@@ -218,10 +220,12 @@ class Substitution:
             raise Break("mutation", "the experts' weights are written in place after the block")
         return [self._emit(block, torch.transpose, n, -2, -1) for n in nodes] if weight.transposed else nodes
 
-    def _from_table(self, block: Block, table: Value, ids: fx.Node) -> fx.Node:
-        """The routing weights [T, K] that stand in a table [.., E] at the experts of each token."""
-        node = self._operand(block, table)
-        if len(table.meta.shape) != 2:
+    def _from_table(self, block: Block, weights: FromTable, ids: fx.Node) -> fx.Node:
+        """The routing weights [T, K] that stand in a table at the experts of each token."""
+        node = self._operand(block, weights.table)
+        if weights.dim != -1:
+            node = self._emit(block, torch.movedim, node, weights.dim, -1)
+        if len(weights.table.meta.shape) != 2:
             node = self._emit(block, torch.flatten, node, 0, -2)
         if _fake(ids).dtype != torch.int64:
             ids = self._emit(block, torch.Tensor.to, ids, torch.int64)

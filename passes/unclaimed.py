@@ -42,11 +42,12 @@ CAPACITY = (
 
 @dataclass(frozen=True)
 class Unclaimed:
-    """Experts that are named at least: the node to name, a reason code and a sentence."""
+    """Experts that are named at least: the node to name, a reason code and a sentence; their products with weights."""
 
     at: fx.Node
     reason: str
     detail: str
+    products: tuple[fx.Node, ...] = ()
 
 
 def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
@@ -80,7 +81,7 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
                 narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in (rounded, products[rounded][0]))
                 yield Unclaimed(rounded, "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
                 continue
-            yield Unclaimed(placed or choice, reason, detail.format(experts=experts))
+            yield Unclaimed(placed or choice, reason, detail.format(experts=experts), tuple(found))
 
 
 def placed_behind(choice: fx.Node) -> Unclaimed | None:

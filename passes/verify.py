@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from mok_compile.moe import eager_choice
 from mok_compile.passes.substitute import Insertion
@@ -138,7 +139,10 @@ class _Run(fx.Interpreter):
         given = {source: self.env[source] for found in sources.values() for source in found}
         # What the block adds its rows onto in place has become the result.
         operands = {n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad and t is not old}
-        dtypes = [t.dtype for t in (*values.values(), old) if isinstance(t, torch.Tensor) and t.dtype in TOLERANCE]
+        # What the op makes beside its result too: routing weights that its router rounds.
+        made = tree_leaves([self.env[node] for node in insertion.nodes])
+        tensors = [t for t in (*values.values(), *made, old) if isinstance(t, torch.Tensor)]
+        dtypes = [t.dtype for t in tensors if t.dtype in TOLERANCE]
         low = any(d.itemsize < 4 for d in dtypes)
         errors = {"the output": _error(old, new, low)}
         pairs = [(old, new)]
@@ -159,10 +163,16 @@ class _Run(fx.Interpreter):
                 if node not in loud and max(_loudness(a), _loudness(b)) <= ROUNDING * loudest:
                     continue
                 if node is table:  # elsewhere its gradient meets zeros further up
-                    a, b = (g if g is None else g.flatten(0, -2).gather(1, self.env[ids]) for g in (a, b))
+                    a, b = (self._chosen(insertion, g, ids) for g in (a, b))
                 errors[f"the gradient of {node.name}"] = _error(a, b, low)
         where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
         return Comparison(errors[where], where, max(TOLERANCE[d] for d in dtypes))
+
+    def _chosen(self, insertion: Insertion, grad: torch.Tensor | None, ids: fx.Node) -> torch.Tensor | None:
+        """The gradient of a table of routing weights, at the experts that were chosen."""
+        if grad is None:
+            return None
+        return grad.movedim(insertion.block.weights.dim, -1).flatten(0, -2).gather(1, self.env[ids])
 
     def _sources(self, node: fx.Node, final: fx.Node) -> list[fx.Node]:
         """Where to compare the gradient of `node`: there, or where the nodes that compute the same value start from."""

@@ -299,10 +299,11 @@ def test_few_slots(block, fused, slots):
     assert fused is None or compiled.counts()[0] == fused, compiled.report
 
 
-@pytest.mark.parametrize("block", [RoundedScores, RoundedWeights])
-def test_routing_weights_that_were_rounded_stay_so(block):
+# Scores of other tokens side by side may be another last bit of float32.
+@pytest.mark.parametrize(("block", "tolerance"), [(RoundedScores, 1e-6), (RoundedWeights, 1e-9)])
+def test_routing_weights_that_were_rounded_stay_so(block, tolerance):
     """With those before the rounding the results would differ by some thousandths."""
-    check_fused(block(), tokens(), tolerance=1e-9)
+    check_fused(block(), tokens(), tolerance=tolerance)
 
 
 class ScoresGiven(Llama4):

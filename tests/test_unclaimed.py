@@ -91,19 +91,7 @@ def report(model, x):
     return fused.report
 
 
-class Slotwise(Routed):
-    """Weights written into a table slot by slot, all experts on every token."""
-
-    def forward(self, x):
-        weights, ids = self.route(x)
-        table = torch.zeros(len(x), E)
-        for k in range(K):
-            table.scatter_(-1, ids[:, k : k + 1], weights[:, k : k + 1])
-        outputs = torch.cat([mlp(x).unsqueeze(-2) for mlp in self.mlps], -2)
-        return (outputs * table.unsqueeze(-1)).sum(-2)
-
-
-@pytest.mark.parametrize("model", [Stacked, Vmapped, Differentiated, Slotwise])
+@pytest.mark.parametrize("model", [Stacked, Vmapped, Differentiated])
 def test_named(model):
     (site,) = report(model(), torch.randn(9, H)).sites
     assert (site.status, site.reason) == ("missed", "no-match")
