@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import types
 from typing import Any
 
 import torch
 
 from mok_compile.passes.likeness import HOOKS
-from mok_compile.passes.reach import INTERNAL, Reach
+from mok_compile.passes.reach import INTERNAL, Reach, codes_of
 from mok_compile.passes.rules import Break
 
 
@@ -23,6 +24,38 @@ def check_quiet(owner: torch.nn.Module, reads: tuple[str, ...]) -> None:
         for module in found.modules() if isinstance(found, torch.nn.Module) else ():
             if _hooked(module):
                 raise Break("hooks", f"a hook sits on {name}, inside the block")
+
+
+def check_types(reach: Reach) -> None:
+    """No code asks of what type a tensor is: in a proof it is another than in eager mode."""
+    for function in reach.functions:
+        if function.__globals__.get("__name__", "").partition(".")[0] == "torch":
+            continue
+        if any(_asks_for_type(code, function) for code in codes_of(function.__code__)):
+            name = function.__qualname__
+            raise Break("data-dependent", f"{name} asks for the type of something, and a proof has but stand-ins")
+
+
+def _asks_for_type(code: types.CodeType, function: types.FunctionType) -> bool:
+    """Whether `code` uses Python's own `type`, or reads ``__class__``, of anything but `self`."""
+    asked = {"__class__"} if "type" in function.__globals__ else {"__class__", "type"}
+    if asked.isdisjoint((*code.co_names, *(c for c in code.co_consts if isinstance(c, str)))):
+        return False
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "PRECALL", "PUSH_NULL")]
+    for i, step in enumerate(steps):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" and "type" in asked:
+            own = _is_self(steps[i + 1]) and steps[i + 2].opname.startswith("CALL")
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "__class__":
+            own = _is_self(steps[i - 1])
+        else:
+            own = step.opname != "LOAD_CONST" or step.argval != "__class__"
+        if not own:
+            return True
+    return False
+
+
+def _is_self(step: dis.Instruction) -> bool:
+    return step.opname.startswith("LOAD_FAST") and step.argval == "self"
 
 
 def check_calm(expert: torch.nn.Module) -> None:

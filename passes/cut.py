@@ -49,8 +49,8 @@ _PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 _NUMBERS, _BEFORE = "__mok_numbers__", "__mok_before__"
-# Builtins that the probe gets its own versions of: the expert's number is no int there.
-SHADOWED = ("enumerate", "int", "isinstance", "len", "zip")
+# Builtins that the probe gets its own versions of: the expert's number is no int there, and no tensor is just that.
+SHADOWED = ("enumerate", "int", "isinstance", "len", "type", "zip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Cut:
     `place`: where the loop is; `live`: local variables that it reads; `total`: the one that it adds the experts'
     outputs onto, in place, or that it `fills` with them, or the list that it `appends` them to; `start`: the one that
     says where an expert's rows start, if there is one; `reads`: attributes of self that it reads; `asks`: whether a
-    branch may depend on the data.
+    branch may depend on the data; `limits`: whether it takes the first so many of something.
     The probe returns total and start.
     """
 
@@ -74,6 +74,7 @@ class Cut:
     start: str | None
     reads: tuple[str, ...]
     asks: bool
+    limits: bool
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _cut(function: types.FunctionType, tree: ast.FunctionDef, run: Callable) -> 
     made = _rebuild(tree, body, region, owner, live, total, method, start)
     form, probe = (_compile(function, node) for node in made)
     reads = tuple(sorted(inside.attributes(owner)))
-    result = Cut(place, form, probe, live, total, appends, fills, start, reads, _asks(loop))
+    result = Cut(place, form, probe, live, total, appends, fills, start, reads, _asks(loop), _limits(loop))
     cell = form.__closure__[form.__code__.co_freevars.index(_RUN)]
     cell.cell_contents = run(result)
     return result
@@ -446,6 +447,12 @@ def _fills_rows(node: ast.AST) -> bool:
     return rows and isinstance(node.targets[0].value, ast.Name) and not isinstance(node.targets[0].slice, ast.Slice)
 
 
+def _limits(loop: ast.For) -> bool:
+    """Whether `loop` takes the first so many entries of something, as in ``rows[:capacity]``."""
+    slices = (node.slice for node in ast.walk(loop) if isinstance(node, ast.Subscript))
+    return any(isinstance(s, ast.Slice) and (s.lower, s.step) == (None, None) and s.upper is not None for s in slices)
+
+
 def _asks(loop: ast.For) -> bool:
     return any(isinstance(statement, ast.If) for statement in _statements(loop.body))
 
@@ -621,8 +628,8 @@ _SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
     ast.GeneratorExp,
 )  # fmt: skip
-# What tells a stand-in from what it stands for.
-_TELLS_APART = ("id", "type")
+# What tells a stand-in from what it stands for, and has none itself.
+_TELLS_APART = ("id",)
 _FORBIDDEN = (*_SCOPES, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Starred)
 
 

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from mok_compile.passes.alike import check_quiet
+from mok_compile.passes.alike import check_quiet, check_types
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.effects import Effects
 from mok_compile.passes.facts import Combined, Fact, Onto
@@ -52,6 +52,7 @@ from mok_compile.passes.standins import (
     length_of,
     number_of,
     numbered,
+    type_of,
     zipped,
 )
 from mok_compile.passes.turn import (
@@ -70,6 +71,10 @@ from mok_compile.passes.view import Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
+CAPACITY = (
+    "the loop asks how many rows an expert has, and takes the first so many: with such a capacity, tokens are left out "
+    "where an expert has more"
+)
 _WHOLE = (torch.int32, torch.int64)  # dtypes of counts that Python adds up
 # Of the answers to a question: those that turn it around, and those that do not.
 _FLIPS = (aten.eq.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.logical_not.default, aten.bitwise_not.default)
@@ -129,6 +134,7 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple, known: Known, reac
     Break with reason and detail where there is no proof.
     """
     check_quiet(owner, cut.reads)
+    check_types(reach)
     _check_apart(cut, live)
     for value in live:
         _fix_slots(value)
@@ -292,6 +298,7 @@ class Turn:
             "int": number_of,
             "isinstance": is_kind,
             "len": length_of,
+            "type": type_of,
             "enumerate": numbered,
             "zip": zipped,
         }
@@ -304,8 +311,10 @@ class Turn:
         except (Break, Split, Absent, _Domain):
             raise
         except GuardOnDataDependentSymNode:
+            if self.cut.limits:
+                raise Break("routing", CAPACITY) from None
             detail = "the loop depends on the number of an expert's rows otherwise than by skipping those without any"
-            raise Break("data-dependent", f"{detail}, as a capacity does") from None
+            raise Break("data-dependent", detail) from None
         except Exception as error:  # whatever foreign code raises where it meets what it does not expect
             raise Break("data-dependent", f"the loop does something unusual: {type(error).__name__}: {error}") from None
 

@@ -41,7 +41,7 @@ class Reach:
         self.names: set[str] = set(CALLS)
         self.owner = owner
         # Of the owner itself: `function` stands for its forward, of which the rest is Dynamo's to trace.
-        self.calls_owner = not CALLS.isdisjoint(name for code in _codes(function.__code__) for name in code.co_names)
+        self.calls_owner = not CALLS.isdisjoint(name for code in codes_of(function.__code__) for name in code.co_names)
         self.globals: set[tuple[str, str]] = set()
         self.functions: set[types.FunctionType] = set()
         self.types: set[type] = set()
@@ -136,7 +136,7 @@ class Reach:
         if function in self.functions:
             return
         self.functions.add(function)
-        for code in _codes(function.__code__):
+        for code in codes_of(function.__code__):
             self.names.update(code.co_names)
             self.names.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
         for cell in function.__closure__ or ():
@@ -164,7 +164,7 @@ class Reach:
         module = space.get("__name__")
         if getattr(sys.modules.get(module), "__dict__", None) is not space:
             return
-        for name in {name for code in _codes(function.__code__) for name in code.co_names} & space.keys():
+        for name in {name for code in codes_of(function.__code__) for name in code.co_names} & space.keys():
             self._take(module, name, space[name], set())
 
     def _take(self, module: str, name: str, value: Any, seen: set[str]) -> None:
@@ -203,11 +203,12 @@ def _is_state(value: Any) -> bool:
     return value is not None and not isinstance(value, (type, types.ModuleType)) and not hasattr(type(value), "__get__")
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """`code` and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)
 
 
 def class_attribute(cls: type, name: str) -> Any:

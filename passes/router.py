@@ -203,7 +203,7 @@ class _Search:
         """Whether `table`, a result of scatter, holds a number for each slot at its token and expert."""
         _, dim, index, source = table.args
         alike = len(index.meta.shape) == len(source.meta.shape) and all(map(same, index.meta.shape, source.meta.shape))
-        own = len(table.args) == 4 and self._limited(bare(index, self.k, cut=True)) is self.ids
+        own = self._limited(bare(index, self.k, cut=True)) is self.ids
         return own and alike and _last(table, dim)
 
     def _limited(self, index: Value) -> Value:

@@ -145,6 +145,17 @@ def is_kind(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds)
 
 
+def type_of(value: Any, *args) -> Any:
+    """Stands for `type`."""
+    if args:
+        return type(value, *args)
+    if isinstance(value, (_Unasked, Listed)):
+        raise Break("no-match", "the loop asks of what type a number, or a list for all experts, is")
+    if isinstance(value, torch.Tensor):
+        return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
+    return value.__class__ if isinstance(value, (Owner, Group, Expert)) else type(value)
+
+
 def length_of(value: Any) -> Any:
     """Stands for `len`, which would make a number of a size."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
@@ -484,6 +495,7 @@ class Listed:
 
 # Of the tensors of a recording, nothing that autograd says is what eager would be told.
 _GRADIENTS = [getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")]
+_PRINTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
 class Indexing(TorchFunctionMode):
@@ -514,6 +526,8 @@ class Indexing(TorchFunctionMode):
             args = (args[0], _listed(args[1]))
         if func in _GRADIENTS:
             raise Break("data-dependent", "the loop asks about the gradients of a tensor")
+        if func in _PRINTS:
+            raise Break("data-dependent", "the loop prints a tensor")
         if func is torch.Tensor.numpy:
             return Numbers(args[0], self.turn)
         if func in (torch.Tensor.__bool__, torch.Tensor.item) and args[0].numel() == 1:

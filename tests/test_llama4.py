@@ -3,6 +3,7 @@ where the token does not go; their outputs are added onto the shared expert's by
 
 import pytest
 import torch
+from blocks import grouped
 from harness import Fused, check_fused, compare
 from torch import nn
 from torch.nn import functional as F
@@ -259,3 +260,69 @@ class OtherLogits(Several):
 def test_experts_without_their_router(block, detail):
     (site,) = check_fused(block(), tokens(2, 7), tolerance=2e-5).report.sites
     assert (site.op, site.reason) == ("experts", "router") and detail in site.router_detail
+
+
+# One expert for each token: rows are picked or sorted, and multiplied by their scores before the experts
+
+
+class Sorted(Reference):
+    def forward(self, x):
+        flat = x.view(-1, HIDDEN)
+        best, ids = torch.topk(flat @ self.router, 1, dim=1)
+        order = torch.argsort(ids.view(-1), stable=True)
+        ends = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).to(torch.int32)
+        places = order.unsqueeze(-1).expand(-1, HIDDEN)
+        rows = torch.gather(flat, 0, places) * self.sorted(torch.sigmoid(best), order)
+        rows = grouped(F.silu(grouped(rows, self.w1, ends)) * grouped(rows, self.w3, ends), self.w2, ends)
+        return self.start(flat).scatter_add_(0, places, rows).view(x.shape)
+
+    def sorted(self, scores, order):
+        return scores[order]
+
+
+class OneByOne(Reference):
+    def forward(self, x):
+        flat = x.view(-1, HIDDEN)
+        best, ids = torch.topk(flat @ self.router, 1, dim=1)
+        scores, y = torch.sigmoid(best), torch.zeros_like(flat)
+        for e in range(EXPERTS):
+            t, k = torch.where(ids == e)
+            rows = flat[t] * scores[t, k, None]
+            y.index_add_(0, t, (F.silu(rows @ self.w1[e]) * (rows @ self.w3[e])) @ self.w2[e])
+        return (self.start(flat) + y).view(x.shape)
+
+
+@pytest.mark.parametrize("block", [Sorted, OneByOne])
+def test_one_expert_for_each_token(block):
+    (site,) = check_fused(block(), tokens(2, 7), tolerance=2e-5).report.sites
+    assert (site.op, site.spec.weight_on, str(site.router)) == ("moe", "input", "top 1, sigmoid"), site.router_detail
+
+
+class SortedUnsorted(Sorted):
+    """The scores in the order of the tokens."""
+
+    def sorted(self, scores, order):
+        return scores
+
+
+class SortedTwice(Sorted):
+    """The scores before the experts and behind them."""
+
+    def start(self, x):
+        return super().start(x) * 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * torch.sigmoid(torch.topk(x @ self.router, 1, dim=-1)[0])
+
+
+def test_scores_in_another_order():
+    fused = Fused(model := SortedUnsorted())
+    compare(model, fused, tokens(2, 7), tolerance=2e-5)
+    assert fused.report.fused == 0 and fused.reasons == ["no-match"], fused.report
+
+
+def test_scores_before_and_behind():
+    fused = Fused(model := SortedTwice())
+    compare(model, fused, tokens(2, 7), tolerance=2e-5)
+    assert "verify" not in fused.reasons, fused.report

@@ -11,6 +11,8 @@ from test_module_lists import LOOP, Traced, fresh, tokens  # noqa: F401  `fresh`
 from torch import nn
 from torch.nn import functional as F
 
+from mok_compile import explain
+
 SOURCE = """
 import random
 import numpy as np
@@ -120,6 +122,94 @@ def test_places_of_sorted_rows(written, parts):
 )
 def test_kinds_and_attributes(written, parts):
     assert not fused(written(SOURCE, **PLAIN | parts))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(
+            "type(out) is torch.Tensor",
+            "type(x) in (torch.Tensor,)",
+            "type(expert) is Mlp",
+            "type(self).__name__ != ''",
+        ),
+        *(
+            "type(x) is not nn.Parameter",
+            "type(self.gate.weight) == nn.Parameter",
+            "type(self.experts) is nn.ModuleList",
+        ),
+    ],
+)
+def test_types_that_the_loop_asks_for(written, asked):
+    """Are those of what stands for them."""
+    assert fused(written(SOURCE, **PLAIN | {"last": f"out = out * 2 if {asked} else out"}))
+
+
+@pytest.mark.parametrize("asked", ["type(e) is int", "out.__class__ is torch.Tensor", "list(map(type, [e])) == [int]"])
+def test_types_that_nothing_stands_for(written, asked):
+    assert not fused(written(SOURCE, **PLAIN | {"last": f"out = out * 2 if {asked} else out"}))
+
+
+def is_plain(tensor):
+    return type(tensor) is torch.Tensor
+
+
+class Named(Plain):
+    def named(self):
+        return f"Named {type(self).__name__}"
+
+
+class Asking(Named):
+    """Experts that do one thing with a tensor, and another one with what stands for it."""
+
+    asks = staticmethod(lambda self, x: type(x) is torch.Tensor)
+
+    def named(self):
+        return super().named() if type(self) is Asking else ""
+
+    def forward(self, x):
+        return self.fc2((F.gelu if self.asks(self, x) else F.relu)(self.fc1(x)))
+
+
+ASKED = {
+    "is": lambda self, x: type(x) is torch.Tensor,
+    "is not": lambda self, x: not (type(x) is not torch.Tensor),
+    "equal": lambda self, x: type(x) == torch.Tensor,  # noqa: E721
+    "name": lambda self, x: type(x).__name__ == "Tensor",
+    "parameter": lambda self, x: type(self.fc1.weight) is nn.Parameter,
+    "class": lambda self, x: x.__class__ is torch.Tensor,
+    "by name": lambda self, x: getattr(x, "__class__") is torch.Tensor,  # noqa: B009
+    "elsewhere": lambda self, x: is_plain(x),
+    "mapped": lambda self, x: list(map(type, [x])) == [torch.Tensor],
+    "inside": lambda self, x: all(type(t) is torch.Tensor for t in (x,)),
+    "printed": lambda self, x: "Fake" not in repr(x),
+    "formatted": lambda self, x: "Fake" not in f"{x}",
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_experts_that_ask_for_the_type_of_a_tensor(monkeypatch, asked):
+    """They get an answer of their own in a proof, so that nothing is proven."""
+    monkeypatch.setattr(Asking, "asks", staticmethod(ASKED[asked]))
+    block = Ranged([Asking() for _ in range(E)])
+    assert not fused(block)
+    (site,) = [site for site in explain(block)(tokens(2, 9)).sites if site.status == "missed"]
+    wanted = "prints a tensor" if asked in ("printed", "formatted") else "asks for the type of something"
+    assert site.reason == "data-dependent" and wanted in site.detail, site
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda self, x: isinstance(x, torch.Tensor) and isinstance(self.fc1.weight, nn.Parameter),
+        lambda self, x: type(self).__name__ == "Asking" and self.__class__ is Asking,
+        lambda self, x: x.type() == "torch.FloatTensor" and x.type(torch.float32) is not None,
+        lambda self, x: self.named() == "Named Asking",
+    ],
+)
+def test_what_experts_may_ask(monkeypatch, asked):
+    monkeypatch.setattr(Asking, "asks", staticmethod(asked))
+    assert fused(Ranged([Asking() for _ in range(E)]))
 
 
 @pytest.mark.parametrize("kind", ["expert, Mlp", "self.experts, nn.ModuleList", "self, Ranged"])

@@ -556,9 +556,25 @@ def test_an_error_of_the_loop_stays():
             call(x)
 
 
-def test_a_capacity_is_named():
-    (site,) = explain(FirstRows())(tokens(2, 9)).sites
-    assert (site.status, site.reason) == ("missed", "data-dependent") and "as a capacity does" in site.detail
+class FirstPlaces(nn.Module):
+    """makeMoE with a capacity: it is a share of all slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(H, E), nn.ModuleList(Plain() for _ in range(E))
+
+    def forward(self, x):
+        logits = self.gate(x)
+        best, ids = logits.topk(K, -1)
+        table = torch.full_like(logits, float("-inf")).scatter(-1, ids, best).softmax(-1).view(-1, E)
+        flat, room = x.view(-1, H), x.shape[0] * x.shape[1] * K // E
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            chosen = torch.nonzero((ids == e).any(-1).view(-1)).squeeze(-1)
+            kept = chosen[:room] if chosen.numel() > room else chosen
+            if kept.numel() > 0:
+                y.index_add_(0, kept, expert(flat[kept]) * table[kept, e].unsqueeze(1))
+        return y.view(x.shape)
 
 
 def test_refusals_are_named():
@@ -984,6 +1000,31 @@ class FirstRows(Ranged):
                 t, k = t[:3], k[:3]
             y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
         return y
+
+
+class OddRows(Ranged):
+    """Something else depends on how many rows there are."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            out = self.experts[e](x[t]) * weights[t, k, None]
+            if t.numel() > 3:
+                out = out * 2
+            y.index_add_(0, t, out)
+        return y
+
+
+@pytest.mark.parametrize("block", [FirstRows, FirstPlaces])
+def test_a_capacity_is_named(block):
+    (site,) = explain(block())(tokens(2, 9)).sites
+    assert (site.status, site.reason) == ("missed", "routing") and "takes the first so many" in site.detail
+
+
+def test_another_question_about_the_number_of_rows():
+    (site,) = explain(OddRows())(tokens(2, 9)).sites
+    assert (site.status, site.reason) == ("missed", "data-dependent") and "otherwise than by skipping" in site.detail
 
 
 class ZippedWithOthers(Zipped):
