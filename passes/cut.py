@@ -43,9 +43,9 @@ _HARMLESS = {
     "max", "min", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip",
 }  # fmt: skip
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
-_ADDS = ("index_add_", "scatter_add_", "scatter_reduce_")
+ADDS = ("index_add_", "scatter_add_", "scatter_reduce_")
 # What a loop calls and does that adds with ``total[rows] += ...``.
-_PLACES = {"where", "nonzero"}
+PLACES = {"where", "nonzero"}
 _STORES = {dis.opmap["FOR_ITER"], dis.opmap["STORE_SUBSCR"]}
 _RUN, _ONCE, _RESULT = "__mok_run__", "__mok_once__", "__mok_result__"
 _NUMBERS, _BEFORE = "__mok_numbers__", "__mok_before__"
@@ -113,10 +113,10 @@ def may_cut(function: Callable) -> bool:
         return False
     names = {*function.__code__.co_names, *function.__code__.co_varnames}
     lists = {"append", "cat"} <= names and any("expert" in name for name in names)
-    if lists or not set(_ADDS).isdisjoint(names):
+    if lists or not set(ADDS).isdisjoint(names):
         return True
     stores = {*function.__code__.co_code[::2]} >= _STORES
-    return stores and (any(name in _PLACES or "expert" in name for name in names) or compares(function))
+    return stores and (any(name in PLACES or "expert" in name for name in names) or compares(function))
 
 
 def compares(function: types.FunctionType) -> bool:
@@ -142,9 +142,9 @@ def cut(function: types.FunctionType, run: Callable) -> Cut | Uncut | None:
 
 
 def _cut(function: types.FunctionType, tree: ast.FunctionDef, run: Callable) -> Cut:
-    found = [(body, i) for body, i in _loops(tree.body) if _adds_onto(body[i]) is not None]
+    found = [(body, i) for body, i in loops_in(tree.body) if _adds_onto(body[i]) is not None]
     # Rows of something else may be filled in before.
-    adding = [(body, i) for body, i in found if not any(map(_fills_rows, ast.walk(body[i])))]
+    adding = [(body, i) for body, i in found if not any(map(fills_rows, ast.walk(body[i])))]
     found = adding or found
     # Around the loop over the experts there may be one over a token's slots, which Dynamo goes through.
     found = [(body, i) for body, i in found if not any(_holds(body[i], inner) for inner, _ in found)]
@@ -158,33 +158,33 @@ def _cut(function: types.FunctionType, tree: ast.FunctionDef, run: Callable) -> 
     if not _has_builtins(function):
         raise Stop(loop, "data-dependent", "`len`, `zip` or the like mean something else here than in Python")
     total, appends = _adds_onto(loop)
-    fills = any(map(_fills_rows, ast.walk(loop)))
+    fills = any(map(fills_rows, ast.walk(loop)))
     if appends:
         body[:at] = [part for statement in body[:at] for part in _in_parts(statement)]
         at = body.index(loop)
     reached = _reached(tree.body, loop)
     region = [*_preparation(reached, body, at, owner, appends, _meanings(function)), loop]
-    inside, outside = _Names(_statements(region)), _Names(reached - set(_statements(region)))
+    inside, outside = Names(statements_in(region)), Names(reached - set(statements_in(region)))
     known = outside.stored | {a.arg for a in _arguments(tree.args)}
     # What the loop goes by is set at the start of each turn, whatever it was before.
     targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    targets -= _Names([*_statements(region[:-1]), loop.iter]).loaded
+    targets -= Names([*statements_in(region[:-1]), loop.iter]).loaded
     live = tuple(sorted((inside.loaded & known) - {owner} - targets))
     # A variable that one turn hands to the next, or that is read after the loop, is more than this loop may have.
-    carried = _Names(_statements([loop])).stored & (known | _Names(_statements(region[:-1])).stored)
+    carried = Names(statements_in([loop])).stored & (known | Names(statements_in(region[:-1])).stored)
     carried -= targets
     # So is one that a function inside of this one reads, whenever that is called.
     local = {*function.__code__.co_varnames} - ({*function.__code__.co_cellvars} & _enclosed(tree, loop))
-    leaks = inside.stored - local | inside.stored & _Names(_after(tree.body, loop)).loaded
+    leaks = inside.stored - local | inside.stored & Names(_after(tree.body, loop)).loaded
     starts = carried - {total}
     start = starts.pop() if len(starts) == 1 else None
     surely = {a.arg for a in _arguments(tree.args)} | _assigned(tree.body, loop)
-    if not _plain(loop, total):
+    if not is_plain(loop, total):
         raise Stop(loop)
     if owner in inside.stored or carried - {total, start} or leaks - {total}:
         handed = sorted(carried - {total, start} | leaks - {total} | {owner} & inside.stored)
         raise Stop(loop, "interior-use", f"the loop hands on more than its sum: {', '.join(handed)}")
-    if fills and (appends or any(map(_adds_rows, ast.walk(loop)))):
+    if fills and (appends or any(map(adds_rows, ast.walk(loop)))):
         raise Stop(loop, "data-dependent", f"the loop fills rows of `{total}` in and adds onto them")
     if total not in live or not set(live) <= surely:
         raise Stop(loop, "data-dependent", "what the loop reads may not be there yet")
@@ -380,18 +380,18 @@ class _StandsIn(ast.NodeTransformer):
         return ast.copy_location(ast.Call(ast.Name(_NUMBERS, ast.Load()), [method.value], []), node)
 
 
-def _loops(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
+def loops_in(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
     for i, statement in enumerate(body):
         if isinstance(statement, ast.For):
             yield body, i
         if isinstance(statement, (ast.If, ast.With, ast.For)):
-            yield from _loops(statement.body)
-            yield from _loops(getattr(statement, "orelse", []))
+            yield from loops_in(statement.body)
+            yield from loops_in(getattr(statement, "orelse", []))
 
 
 def _holds(loop: ast.For, body: list[ast.stmt]) -> bool:
     """Whether the statements of `body` are inside of `loop`."""
-    return not set(body).isdisjoint(_statements(loop.body))
+    return not set(body).isdisjoint(statements_in(loop.body))
 
 
 def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
@@ -402,9 +402,9 @@ def _adds_onto(loop: ast.stmt) -> tuple[str, bool] | None:
         for node in ast.walk(loop)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    added = {name if method in _ADDS else None for name, method in methods if method in (*_ADDS, "index_add")}
-    added |= {node.target.value.id for node in ast.walk(loop) if _adds_rows(node)}
-    added |= {node.targets[0].value.id for node in ast.walk(loop) if _fills_rows(node)}
+    added = {name if method in ADDS else None for name, method in methods if method in (*ADDS, "index_add")}
+    added |= {node.target.value.id for node in ast.walk(loop) if adds_rows(node)}
+    added |= {node.targets[0].value.id for node in ast.walk(loop) if fills_rows(node)}
     listed = {name for name, method in methods if method == "append"}
     names = [*added, *listed]
     return (names[0], bool(listed)) if len(names) == 1 and names[0] is not None else None
@@ -435,13 +435,13 @@ def _is_length(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
-def _adds_rows(node: ast.AST) -> bool:
+def adds_rows(node: ast.AST) -> bool:
     """Whether `node` is ``total[rows] += ...``."""
     rows = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Subscript)
     return rows and isinstance(node.target.value, ast.Name)
 
 
-def _fills_rows(node: ast.AST) -> bool:
+def fills_rows(node: ast.AST) -> bool:
     """Whether `node` is ``total[rows] = ...``."""
     rows = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript)
     return rows and isinstance(node.targets[0].value, ast.Name) and not isinstance(node.targets[0].slice, ast.Slice)
@@ -454,7 +454,7 @@ def _limits(loop: ast.For) -> bool:
 
 
 def _asks(loop: ast.For) -> bool:
-    return any(isinstance(statement, ast.If) for statement in _statements(loop.body))
+    return any(isinstance(statement, ast.If) for statement in statements_in(loop.body))
 
 
 def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
@@ -464,10 +464,10 @@ def _assigned(body: list[ast.stmt], loop: ast.stmt | None = None) -> set[str]:
         if statement is loop:
             return found
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse")]
-        on_the_way = next((branch for branch in branches if loop in _statements(branch)), None)
+        on_the_way = next((branch for branch in branches if loop in statements_in(branch)), None)
         entered = isinstance(statement, ast.For) and on_the_way is statement.body
         if isinstance(statement, ast.With) or entered or not any(branches):
-            found |= _Names([statement]).stored
+            found |= Names([statement]).stored
         if on_the_way is not None:
             return found | _assigned(on_the_way, loop)
         if isinstance(statement, ast.With):
@@ -484,7 +484,7 @@ def _reached(body: list[ast.stmt], loop: ast.stmt) -> set[ast.stmt]:
     for statement in body:
         found.add(statement)
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse", "finalbody")]
-        taken = [b for b in branches if loop in _statements(b)] if isinstance(statement, ast.If) else []
+        taken = [b for b in branches if loop in statements_in(b)] if isinstance(statement, ast.If) else []
         for branch in taken or branches:
             found |= _reached(branch, loop)
     return found
@@ -494,12 +494,12 @@ def _after(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
     """All statements that can run once `loop` is over."""
     for i, statement in enumerate(body):
         branches = [getattr(statement, inner, []) for inner in ("body", "orelse", "finalbody")]
-        if isinstance(statement, (ast.For, ast.While)) and any(loop in _statements(branch) for branch in branches):
-            own = set(_statements([loop]))
-            return [s for s in _statements(body[i:]) if s not in own]  # the whole of its next turn comes after this
-        inner = [s for branch in branches if loop in _statements(branch) for s in _after(branch, loop)]
-        if statement is loop or inner or any(loop in _statements(branch) for branch in branches):
-            return [*inner, *_statements(body[i + 1 :])]
+        if isinstance(statement, (ast.For, ast.While)) and any(loop in statements_in(branch) for branch in branches):
+            own = set(statements_in([loop]))
+            return [s for s in statements_in(body[i:]) if s not in own]  # the whole of its next turn comes after this
+        inner = [s for branch in branches if loop in statements_in(branch) for s in _after(branch, loop)]
+        if statement is loop or inner or any(loop in statements_in(branch) for branch in branches):
+            return [*inner, *statements_in(body[i + 1 :])]
     return []
 
 
@@ -510,14 +510,14 @@ def _preparation(
     `known`: what names mean."""
     prepares = _counts if counts else _prepares
     taken, passed = [body[at]], []
-    set_by_turns = _Names(_statements(body[at].body)).stored
+    set_by_turns = Names(statements_in(body[at].body)).stored
     for i, statement in reversed(list(enumerate(body[:at]))):
-        names, skipped = _Names(_statements([statement])), _Names(_statements(passed))
+        names, skipped = Names(statements_in([statement])), Names(statements_in(passed))
         # Counts have one name all the way; what runs before knows another value by it.
         before = body[:i] if counts else []
-        rest = _Names(reached - set(_statements([*before, *taken, statement])))
+        rest = Names(reached - set(statements_in([*before, *taken, statement])))
         # What one turn hands to the next starts outside.
-        serves = names.stored & _Names(_statements(taken)).loaded and not names.stored & (rest.loaded | set_by_turns)
+        serves = names.stored & Names(statements_in(taken)).loaded and not names.stored & (rest.loaded | set_by_turns)
         moves = not (names.stored & (skipped.loaded | skipped.stored) or names.loaded & skipped.stored)
         if serves and moves and prepares(statement):
             taken.insert(0, statement)
@@ -633,7 +633,7 @@ _TELLS_APART = ("id",)
 _FORBIDDEN = (*_SCOPES, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Starred)
 
 
-def _plain(statement: ast.stmt, total: str) -> bool:
+def is_plain(statement: ast.stmt, total: str) -> bool:
     """Whether `statement` only computes: names nothing but local variables, and calls for no effect but in-place ops of
     tensors, or to append to `total`."""
     nodes = list(ast.walk(statement))
@@ -645,14 +645,14 @@ def _plain(statement: ast.stmt, total: str) -> bool:
         targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else [statement.target]
         names = all(isinstance(t, ast.Name) for t in targets)
         nested = any(isinstance(n, (ast.For, ast.While)) for s in statement.body for n in ast.walk(s))
-        return names and not nested and not statement.orelse and all(_plain(s, total) for s in statement.body)
+        return names and not nested and not statement.orelse and all(is_plain(s, total) for s in statement.body)
     if isinstance(statement, ast.If):
-        return all(_plain(s, total) for s in (*statement.body, *statement.orelse))
+        return all(is_plain(s, total) for s in (*statement.body, *statement.orelse))
     if isinstance(statement, ast.With):
-        return _no_grad(statement) and all(_plain(s, total) for s in statement.body)
-    if _adds_rows(statement):
+        return _no_grad(statement) and all(is_plain(s, total) for s in statement.body)
+    if adds_rows(statement):
         return statement.target.value.id == total
-    if _fills_rows(statement):
+    if fills_rows(statement):
         return statement.targets[0].value.id == total
     if isinstance(statement, ast.Expr):
         call = statement.value
@@ -667,15 +667,15 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more]
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """All statements of `body`, those inside of others too."""
     for statement in body:
         yield statement
         for inner in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(statement, inner, []))
+            yield from statements_in(getattr(statement, inner, []))
 
 
-class _Names:
+class Names:
     """The variables that statements read and write; compound statements count with their headers only."""
 
     def __init__(self, statements: Iterable[ast.stmt]) -> None:
@@ -691,7 +691,7 @@ class _Names:
             if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
                 self.loaded.add(node.target.id)
             if isinstance(node, ast.GeneratorExp):
-                inner = _Names([node.elt, *(part for g in node.generators for part in (g.target, g.iter, *g.ifs))])
+                inner = Names([node.elt, *(part for g in node.generators for part in (g.target, g.iter, *g.ifs))])
                 self.loaded |= inner.loaded - inner.stored  # whose variables are its own
                 self._nodes += inner._nodes
                 continue

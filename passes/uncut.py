@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mok_compile.passes.cut import (
-    _ADDS,
-    _PLACES,
+    ADDS,
+    PLACES,
+    Names,
     Stop,
     Uncut,
-    _adds_rows,
-    _fills_rows,
-    _loops,
-    _Names,
-    _plain,
-    _statements,
+    adds_rows,
+    fills_rows,
+    is_plain,
+    loops_in,
     place_of,
+    statements_in,
 )
 
 # Words, and functions, of code that has to do with routing.
@@ -42,9 +42,9 @@ def may_be_named(function: Any) -> bool:
 def uncut(function: types.FunctionType, tree: ast.FunctionDef, stop: Stop) -> Uncut | None:
     """What `stop` says of the loop over experts in `function`; None if there is nothing that looks like one."""
     owner = tree.args.args[0].arg
-    loops = [body[i] for body, i in _loops(tree.body)] if stop.loop is None else [stop.loop]
+    loops = [body[i] for body, i in loops_in(tree.body)] if stop.loop is None else [stop.loop]
     for loop in loops:
-        reads = _Names(_statements([loop])).attributes(owner)
+        reads = Names(statements_in([loop])).attributes(owner)
         if _is_over_experts(function, loop, reads):
             why = (stop.reason, stop.detail) if stop.reason else _why(loop, owner)
             return Uncut(place_of(function, tree, [loop]), tuple(sorted(reads)), *why)
@@ -70,7 +70,7 @@ def _picks_rows(loop: ast.For) -> Callable[[ast.AST], bool]:
     def picks(node: ast.AST) -> bool:
         if isinstance(node, ast.Compare):
             return isinstance(node.ops[0], ast.Eq) and node not in tests and by_turn(node)
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in _PLACES:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in PLACES:
             return False
         return node.func.attr == "nonzero" or (len(node.args) == 1 and by_turn(node.args[0]))
 
@@ -93,8 +93,8 @@ def _why(loop: ast.For, owner: str) -> tuple[str, str]:
         return "interior-use", f"the loop keeps more than the sum of its experts' outputs: {', '.join(onto)}"
     if not onto:
         return "data-dependent", _UNKNOWN
-    odd = [statement for statement in _statements(loop.body) if not _plain(statement, onto[0])]
-    innermost = [s for s in odd if not any(other is not s and other in _statements([s]) for other in odd)]
+    odd = [statement for statement in statements_in(loop.body) if not is_plain(statement, onto[0])]
+    innermost = [s for s in odd if not any(other is not s and other in statements_in([s]) for other in odd)]
     what = ast.unparse((innermost or [loop])[0]).splitlines()[0]
     return "data-dependent", f"the loop does what no known one does: {what}"
 
@@ -117,10 +117,10 @@ def _added_onto(loop: ast.For) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(loop):
         method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        if method is not None and isinstance(method.value, ast.Name) and method.attr in (*_ADDS, "append"):
+        if method is not None and isinstance(method.value, ast.Name) and method.attr in (*ADDS, "append"):
             found.add(method.value.id)
-        if _adds_rows(node):
+        if adds_rows(node):
             found.add(node.target.value.id)
-        if _fills_rows(node):
+        if fills_rows(node):
             found.add(node.targets[0].value.id)
     return found

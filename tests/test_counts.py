@@ -130,10 +130,10 @@ def test_counts_stay_in_the_graph(kind, training):
 
 @pytest.mark.parametrize("kind", [Block, Ranges])
 def test_idle_experts(kind):
-    block = kind()
+    block = kind().double()  # the router's gradient is a small rest of large terms
     with torch.no_grad():
         next(block.router.parameters()).zero_()
-    compare(block, Traced(block), tokens(2, 9))
+    compare(block, Traced(block), tokens(2, 9).double())
 
 
 @pytest.mark.parametrize("kind", [Block, CountedApart, Ranges])

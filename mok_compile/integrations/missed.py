@@ -98,7 +98,9 @@ def tell(translator: Any, error: Exception | None) -> None:
     given up at with `error`. BackendCompilerFailed if the backend has an error to raise, as ``mok.strict`` asks for."""
     try:
         loop, (backend, options) = _broken(translator, error) or (None, (None, None))
-    except AttributeError:  # Dynamo's own classes, which another release of torch may have changed
+    except (
+        Exception
+    ):  # of Dynamo's own classes, which another release of torch may have changed: no compile ends for it
         log.warning("mok-compile: this release of torch keeps its frames otherwise; please report", exc_info=True)
         return
     if loop is None:
