@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Effects:
             raise Break("mutation", "the loop can read an iterator, or draw numbers of numpy's, unseen")
         drawn = [random, *(value for value in reached if isinstance(value, random.Random))]
         self._draws = [(source.getstate, source.setstate) for source in drawn]
+        self._draws += map(_seeded, _generators())  # draws of fake tensors move nothing, but seeds do
         if "numpy.random" in sys.modules:
             numbers = sys.modules["numpy.random"]
             self._draws.append((numbers.get_state, numbers.set_state))
@@ -70,6 +71,22 @@ class Effects:
                 now.clear()
                 now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
         return changed
+
+
+def _generators() -> Iterator[torch.Generator]:
+    """Torch's own, of the CPU and of GPUs in use."""
+    yield torch.default_generator
+    if torch.cuda.is_initialized():
+        yield from torch.cuda.default_generators
+
+
+def _seeded(generator: torch.Generator) -> tuple[Callable[[], bytes], Callable[[bytes], None]]:
+    """How to get and to set the state of `generator`, as what can be compared."""
+
+    def put(state: bytes) -> None:
+        generator.set_state(torch.tensor([*state], dtype=torch.uint8))
+
+    return lambda: bytes(generator.get_state().tolist()), put
 
 
 def _moves_unseen(value: Any) -> bool:

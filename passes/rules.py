@@ -66,6 +66,8 @@ class Break(Exception):
 class Facts:
     """The facts of all values of a view, and in `broken` where a proof stopped and what that spoiled."""
 
+    differentiable = Differentiable  # facts of what carries gradients that belong to the block
+
     def __init__(
         self,
         values: list[Value],
@@ -99,7 +101,7 @@ class Facts:
                 if value.op == "random":
                     raise Break("dropout", "random numbers, as dropout draws them, work between dispatch and combine")
                 raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
-            if isinstance(fact, Differentiable) and any(self._otherwise(v, value) for v in value.inputs):
+            if isinstance(fact, self.differentiable) and any(self._otherwise(v, value) for v in value.inputs):
                 raise Break("no-match", f"gradients are switched off in a part of the block, around {_name(value)}")
             if isinstance(fact, (Rows, Pointwise)) and len(value.meta.shape) != 2 and isinstance(fact.order, str):
                 raise Break("no-match", f"{_name(value)} gives the rows more dimensions")
@@ -146,7 +148,7 @@ class Facts:
 
     def _otherwise(self, value: Value, user: Value) -> bool:
         """Whether of two values of a block one is computed while gradients are switched off."""
-        return isinstance(self._of.get(value), Differentiable) and value.detached != user.detached
+        return isinstance(self._of.get(value), self.differentiable) and value.detached != user.detached
 
     def _inside(self, value: Value) -> bool:
         """Whether `value` is known as rows between the up projection and the combine."""
@@ -603,7 +605,7 @@ CUT = "the graph is cut by detach() inside the block"
 @rule(aten.detach.default)
 def _detach(facts, value, a):
     fact = facts.of(a)
-    if isinstance(fact, Differentiable):
+    if isinstance(fact, facts.differentiable):
         raise Break("no-match", CUT)
     return fact
 

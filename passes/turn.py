@@ -195,6 +195,8 @@ def _own(*ops) -> Callable:
 class TurnFacts(Facts):
     """Facts of one turn: the rules of this module first."""
 
+    differentiable = Differentiable | Member | Staged | Passed | Dropped | MyShare
+
     def __init__(self, view: View, turn: Turn) -> None:
         self.turn = turn
         self._made: dict[tuple, Value] = {}
@@ -243,7 +245,7 @@ class TurnFacts(Facts):
                 self._break(value, stop)
                 return
             if fact is not None:
-                if value.detached and isinstance(fact, (Differentiable, Member, Staged, Passed, Dropped, MyShare)):
+                if value.detached and isinstance(fact, self.differentiable):
                     self._break(value, Break("no-match", "gradients are switched off inside the loop"))
                 else:
                     self._of[value] = fact

@@ -790,3 +790,60 @@ class TypesOfTokens(nn.Module):
 @pytest.mark.parametrize("make", [MasksOfOthers, MasksOfSome, TypesOfTokens])
 def test_masks_that_are_something_else(make):
     stays(make(), tokens(9))
+
+
+class MasksAndCuts(Masks):
+    """A gradient is cut on the way from the stacked parameters."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.b, self.cut = nn.Parameter(torch.randn(E, H)), cut
+
+    def layer(self, x, e):
+        return CUTS[self.cut](self, x, self.w1[e], self.w2[e], self.b[e])
+
+
+def without_gradients(function, *args):
+    with torch.no_grad():
+        return function(*args)
+
+
+CUTS = {
+    "matrix": lambda block, x, w1, w2, b: F.silu(x @ w1.detach()) @ w2,
+    "data": lambda block, x, w1, w2, b: F.silu(x @ w1.data) @ w2,
+    "last matrix": lambda block, x, w1, w2, b: F.silu(x @ w1) @ w2.t().detach().t(),
+    "copied": lambda block, x, w1, w2, b: F.silu(x @ without_gradients(torch.clone, w1)) @ w2,
+    "turned": lambda block, x, w1, w2, b: F.silu(F.linear(x, without_gradients(torch.t, w1))) @ w2,
+    "bias": lambda block, x, w1, w2, b: F.silu(x @ w1 + b.detach()) @ w2,
+    "staged": lambda block, x, w1, w2, b: torch.bmm(F.silu(torch.bmm(x[None], w1[None].detach())), w2[None])[0],
+    "dropped": lambda block, x, w1, w2, b: F.dropout(F.silu(x @ w1) @ w2, 0.0).detach(),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_that_are_cut(cut):
+    """Fused there would be one."""
+    model = MasksAndCuts(cut)
+    traced = Traced(model, fullgraph=False, verify=False)
+    compare(model, traced, tokens(9))
+    assert traced.report.fused == 0, traced.report
+    with torch.no_grad():
+        check(MasksAndCuts(cut), tokens(9).detach())
+
+
+class MasksAndSeeds(Masks):
+    def layer(self, x, e):
+        torch.manual_seed(3)
+        return super().layer(x, e)
+
+
+def test_seeds_of_torch():
+    """Are there after the block, and not after the proof."""
+    model, x = MasksAndSeeds(), tokens(9)
+    torch.manual_seed(5)
+    model(x)
+    wanted = torch.get_rng_state()
+    traced = Traced(model, fullgraph=False)
+    torch.manual_seed(5)
+    traced(x)
+    assert torch.equal(torch.get_rng_state(), wanted) and traced.report.fused == 0, traced.report
