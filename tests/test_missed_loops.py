@@ -204,6 +204,26 @@ class Layers(nn.Module):
         return x
 
 
+def test_a_class_that_is_made_after_a_compile(compiled):
+    """As in a notebook: its method is the frame that is compiled."""
+    compiled(Hit())(tokens(2, 9))
+
+    class Later(Hit):
+        def forward(self, x):
+            weights, ids = torch.topk(self.gate(x).softmax(-1), K)
+            y = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                t, k = torch.where(ids == e)
+                if len(t):
+                    y.index_add_(0, t, expert(x[t]) * weights[t, k, None])
+            return y
+
+    counters.clear()
+    model, x = Later(), tokens(9)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+    assert dict(counters["mok"]) == {"found": 1, "fused": 1, "missed": 0}
+
+
 @pytest.mark.parametrize("name", ["a hook", "two makes", "counts on itself", "two lists"])
 def test_layers_whose_code_is_compiled_once(name):
     """Each has the reason, whether its loop was traced or not."""
