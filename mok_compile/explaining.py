@@ -263,5 +263,7 @@ def _plain(model: Callable) -> Callable:
     """`model` without the compiled calls that it carries."""
     module = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
     if isinstance(module, torch.nn.Module):
-        return module._call_impl
+        # Of torch's own modules, such as Sequential, Dynamo looks at no frame: torch.compile puts one around them.
+        own = torch._dynamo.trace_rules.check(module.forward)
+        return (lambda *args, **kwargs: module._call_impl(*args, **kwargs)) if own else module._call_impl
     return torch._dynamo.eval_frame.innermost_fn(module)

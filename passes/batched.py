@@ -80,21 +80,21 @@ class Shape:
     dtypes: frozenset[torch.dtype] = frozenset()
 
 
-def unfold(value: Value, rounded: bool = True) -> Shape:
-    """`value` without the changes of shape and the casts that led to it; without `rounded`, not past a cast that
-    rounds."""
-    changed = None if value.detached else _unfold(value, rounded)
+def unfold(value: Value, rounded: bool = True, until: Value | None = None) -> Shape:
+    """`value` without the changes of shape and the casts that led to it, from `until` on if that is among them; without
+    `rounded`, not past a cast that rounds."""
+    changed = None if value.detached or value is until else _unfold(value, rounded, until)
     if changed is not None:
         return changed
     return Shape(value, tuple((Axis(i, n),) for i, n in enumerate(value.meta.shape)), frozenset([value.meta.dtype]))
 
 
-def _unfold(value: Value, rounded: bool) -> Shape | None:
+def _unfold(value: Value, rounded: bool, until: Value | None) -> Shape | None:
     if value.op not in _CHANGES:
         return None
     if not rounded and _loses(value.args[0].meta.dtype, value.meta.dtype):
         return None
-    inner, args = unfold(value.args[0], rounded), value.args[1:]
+    inner, args = unfold(value.args[0], rounded, until), value.args[1:]
     dims = _CHANGES[value.op](value, inner.dims, *args, **value.kwargs)
     return None if dims is None else Shape(inner.base, tuple(dims), inner.dtypes | {value.meta.dtype})
 
@@ -214,7 +214,7 @@ class Operand:
 
 def _tokens(value: Value, facts: Facts) -> Operand | None:
     """Tokens x [.., H], as they are or again for each expert or slot."""
-    shape = unfold(value)
+    shape = unfold(value, until=_result_before(value, facts))
     base = shape.base
     plain = facts.of(base) is None or isinstance(facts.of(base), Combined)
     if not plain or not base.meta.dtype.is_floating_point or len(base.meta.shape) < 2:
@@ -223,6 +223,15 @@ def _tokens(value: Value, facts: Facts) -> Operand | None:
     names = dict.fromkeys(range(last), TOKEN) | {last: FEATURE, -1: AGAIN}
     roles = _flat(_named(shape.dims, names))
     return None if roles is None else Operand((base, shape.dtypes), roles)
+
+
+def _result_before(value: Value, facts: Facts) -> Value | None:
+    """The result of another block that `value` is in another shape, as that block leaves it; None if it is none. What
+    it was inside of that block, such as a product whose last dimension has one entry, is that block's."""
+    base = unfold(value).base
+    while value is not base and not isinstance(facts.of(value), Combined):
+        value = value.args[0]
+    return value if isinstance(facts.of(value), Combined) else None
 
 
 def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:

@@ -203,6 +203,24 @@ def test_fused(block):
     assert not any("bmm" in t or "einsum" in t for t in fused.targets())
 
 
+@pytest.mark.parametrize("shape", [(TOKENS,), (2, TOKENS)])
+@pytest.mark.parametrize("block", [DenseEinsum, DenseBias, GatheredEinsum, GatheredFused, OneHotDispatch])
+def test_blocks_in_a_row(block, shape):
+    """The second one's input is what the first one ends with, in whatever shape that came."""
+    check_fused(nn.Sequential(Flat(block()), Flat(block())), tokens(*shape), fused=2, tolerance=1e-6)
+
+
+class Flat(nn.Module):
+    """A block of [T, H] on sequences."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x.flatten(0, -2)).view(x.shape)
+
+
 def test_llama4():
     # Scores pass through float32: what is rounded there is rounded by both.
     fused = check_fused(Llama4(), tokens(), tolerance=1e-6)

@@ -353,3 +353,14 @@ class GatedMixtureForTokens(nn.Module):
 def test_a_choice_of_the_next_token_is_no_router(choose, compiled):
     compiled(GatedMixtureForTokens(choose), **{"mok.strict": True})(tokens(9))
     assert not counters["mok"]["found"]
+
+
+def test_blocks_in_one_of_torchs_own_modules(compiled):
+    """Dynamo looks at no frame of Sequential, so that its blocks are known by their own frames alone."""
+    model, x = nn.Sequential(Ranged(), Ranged()), tokens()
+    report = explain(model)(x)
+    assert (report.fused, report.missed) == (2, 0), report
+    assert [site.location.split()[0] for site in report.sites] == ["0", "1"]
+    torch._dynamo.reset()
+    compiled(model)(x)
+    assert (counters["mok"]["fused"], counters["mok"]["missed"]) == (2, 0)
