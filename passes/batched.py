@@ -228,10 +228,11 @@ def _tokens(value: Value, facts: Facts) -> Operand | None:
 def _result_before(value: Value, facts: Facts) -> Value | None:
     """The result of another block that `value` is in another shape, as that block leaves it; None if it is none. What
     it was inside of that block, such as a product whose last dimension has one entry, is that block's."""
-    base = unfold(value).base
-    while value is not base and not isinstance(facts.of(value), Combined):
+    while not isinstance(facts.of(value), Combined):
+        if value.detached or value.op not in _CHANGES:
+            return None
         value = value.args[0]
-    return value if isinstance(facts.of(value), Combined) else None
+    return value
 
 
 def _named(dims: list | tuple, names: dict[int, str]) -> Roles | None:

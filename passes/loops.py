@@ -12,15 +12,16 @@ from torch import fx
 from mok_compile import ops
 from mok_compile.passes.view import name_of
 
-_ROUTING = ("router", "moe", "expert", "gate", "mixture")
-_CHOICES = ("topk", "max", "argmax")
+# Words of code that has to do with routing, and what makes a choice there.
+ROUTING = ("router", "moe", "expert", "gate", "mixture")
+CHOICES = ("topk", "max", "argmax")
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
 
 
 def loop_behind(graph: fx.Graph) -> fx.Node | None:
     """The choice of a router whose expert numbers leave `graph`; None where there is none."""
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or name_of(node) not in _CHOICES:
+        if node.op not in ("call_function", "call_method") or name_of(node) not in CHOICES:
             continue
         indices = [node] if name_of(node) == "argmax" else [user for user in node.users if _picks_indices(user)]
         if any(map(_leaves, indices)) and not _reaches_block(node) and _routes(node):
@@ -41,7 +42,7 @@ def _routes(choice: fx.Node) -> bool:
             pending += [] if product else node.all_input_nodes
     weights = [w.name for node in products for w in node.all_input_nodes if w.op in ("placeholder", "get_attr")]
     named = [str(entry) for node in products or [choice] for entry in _modules(node)[1 if products else 0 :]]
-    return any(word in name.lower() for name in (*named, *weights) for word in _ROUTING)
+    return any(word in name.lower() for name in (*named, *weights) for word in ROUTING)
 
 
 def _reaches_block(node: fx.Node) -> bool:

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from mok_compile import ops
+from mok_compile.passes.loops import CHOICES
 from mok_compile.passes.view import name_of
 from mok_compile.spec import dtype_name
 
-_CHOICES = ("topk", "argmax", "max")
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
 _WRITES = ("setitem",)
 _JOINS = ("add", "iadd", "add_", "sub", "isub", "sub_", "cat", "concat")
@@ -156,7 +156,7 @@ class _Weights:
 
 def _chosen(node: fx.Node) -> int | None:
     """The dimension along which `node` chooses by returning indices; None if it does not."""
-    if node.op not in ("call_function", "call_method") or name_of(node) not in _CHOICES or not node.args:
+    if node.op not in ("call_function", "call_method") or name_of(node) not in CHOICES or not node.args:
         return None
     shape = _shape(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     dims = [*node.args[2 if name_of(node) == "topk" else 1 :], *(v for k, v in node.kwargs.items() if k == "dim")]

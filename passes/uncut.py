@@ -21,10 +21,9 @@ from mok_compile.passes.cut import (
     place_of,
     statements_in,
 )
+from mok_compile.passes.loops import ROUTING
 
-# Words, and functions, of code that has to do with routing.
-_ROUTING = ("router", "moe", "expert", "gate", "mixture")
-_CHOICES = {"topk", "argmax"}
+_CHOICES = {"topk", "argmax"}  # a function named `max` makes too many others
 _UNKNOWN = (
     "nothing is known to be added up in the loop: what is, is spelled as index_add_, scatter_add_, out[rows] += ..., "
     "out[rows] = ..., or as a list that is concatenated"
@@ -80,7 +79,7 @@ def _picks_rows(loop: ast.For) -> Callable[[ast.AST], bool]:
 def _speaks_of_routing(function: types.FunctionType) -> bool:
     """Whether `function` makes a choice, or has a name in it of what does."""
     names = {*function.__code__.co_names, *function.__code__.co_varnames, *function.__qualname__.split(".")}
-    return not names.isdisjoint(_CHOICES) or any(word in name.lower() for name in names for word in _ROUTING)
+    return not names.isdisjoint(_CHOICES) or any(word in name.lower() for name in names for word in ROUTING)
 
 
 def _why(loop: ast.For, owner: str) -> tuple[str, str]:
