@@ -575,8 +575,9 @@ def _expand(facts, value, a, shape, **kwargs):
 
 def _repeat(facts: Facts, value: Value, a: Value) -> Fact | None:
     fact, old, new = facts.of(a), a.meta.shape, value.meta.shape
-    kept = len(new) > 0 and same(new[0], old[0]) and (value.op is not aten.expand.default or len(new) == len(old))
-    return fact if _per_row(fact) and kept else None
+    if not old or not new or (value.op is aten.expand.default and len(new) != len(old)):
+        return None
+    return fact if _per_row(fact) and same(new[0], old[0]) else None
 
 
 @rule(aten.transpose.int, aten.permute.default)

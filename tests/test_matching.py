@@ -3,6 +3,7 @@
 import pytest
 import torch
 from blocks import (
+    HIDDEN,
     Biased,
     GptOss,
     Interleaved,
@@ -326,3 +327,19 @@ def test_activations(function, text):
     fused = check_fused(WithActivation(function), tokens())
     if text is not None:
         assert [s.activation for s in fused.specs] == [text]
+
+
+@pytest.mark.parametrize(
+    "lift",
+    [lambda s: s[None], lambda s: s.expand(HIDDEN), lambda s: torch.stack([s] * HIDDEN), lambda s: s.reshape(1)],
+    ids=["unsqueeze", "expand", "stack", "reshape"],
+)
+@pytest.mark.parametrize("number", [lambda x: x.mean(), lambda x: x.new_zeros(())], ids=["computed", "constant"])
+def test_numbers_beside_the_block(lift, number):
+    """A tensor without dimensions that is given some, as a temperature or a scale is."""
+
+    class Scaled(Moe):
+        def forward(self, x):
+            return super().forward(x) * (1 + lift(number(x)))
+
+    check_fused(Scaled(), tokens())
