@@ -32,10 +32,12 @@ Block block_of(const Rows& of, const Tensors& up, const Tensor& down, const Inte
   return block;
 }
 
-// The tiles of a forward pass over so many slots and experts. Tall ones save a row block where an expert's rows fill
-// more than one of 128 but seldom more than one of 192, and read its weights once instead of twice; elsewhere wide ones
-// were as fast or faster on an H200 (docs/kernels/sm90.md).
+// The tiles of a forward pass over so many slots and experts. Low ones leave room for one more stage of weights where
+// experts have few rows. Tall ones save a row block where an expert's rows fill more than one of 128 but seldom more
+// than one of 192, and read its weights once instead of twice; elsewhere wide ones were as fast or faster on an H200
+// (docs/kernels/sm90.md).
 Tiles tiles_for(int64_t slots, int64_t experts) {
+  if (slots <= 16 * experts) return Tiles::kLow;
   return slots > 112 * experts && slots <= 184 * experts ? Tiles::kTall : Tiles::kWide;
 }
 
@@ -316,7 +318,7 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
     bool ended = false;
     FinishArguments end{group, to.top_k, nullptr, nullptr, nullptr, nullptr, to.room};
     if (works) {
-      const Tiles tiles = Tiles::kWide;  // tall ones have not been measured with rows that are pulled
+      const Tiles tiles = tiles_for(x.size(0) * to.top_k, sizes.experts);  // as if all ranks were given as much
       require(schedule({sizes, kept.ids, Dtype::kInt32, kept.order, kept.offsets, made.counts, made.plan, tiles},
                        stream_of(stream)));
       const Rows of{sizes, made.plan, stream};

@@ -4,13 +4,17 @@ import torch
 from test_sm90 import OSS, Block, engine, listed
 from test_sm90_router import SPECS, Router
 
-# T, H, I, E, K; the tokens of the last one give forward its tall tiles.
+# T, H, I, E, K. Forward has low tiles for the first ones, wide tiles for 80 tokens, tall ones for 150.
 BLOCKS = [
     ((33, 136, 72, 5, 2), {}),
     ((33, 136, 72, 5, 2), {"routing": "sentinel", "dtype": torch.float16}),
     ((33, 136, 72, 5, 2), {"layout": "interleaved", "activation": OSS, "bias": True}),
     ((33, 136, 72, 5, 2), {"layout": "separate", "bias": True, "transposed": True}),
     ((33, 136, 72, 5, 2), {"layout": "single", "activation": "gelu(up)"}),
+    ((33, 136, 72, 5, 2), {"transposed": True}),
+    ((70, 136, 72, 20, 4), {"routing": "one"}),
+    ((80, 72, 136, 2, 2), {}),
+    ((80, 72, 136, 2, 2), {"transposed": True}),
     ((150, 72, 136, 2, 2), {"transposed": True}),
     ((150, 72, 136, 2, 2), {"layout": "interleaved", "activation": OSS, "bias": True, "transposed": True}),
 ]

@@ -70,11 +70,11 @@ struct Sizes {
   int64_t slots() const { return tokens * top_k; }
 };
 
-// The shapes of output tiles of products over sorted rows: 128 rows x 192 columns, or 192 x 128. A tile's rows are
-// those of a row block: neighbours of one expert.
-enum class Tiles : int { kWide, kTall };
-constexpr int kTileShapes = 2;
-constexpr int height_of(Tiles tiles) { return tiles == Tiles::kWide ? 128 : 192; }
+// The shapes of output tiles of products over sorted rows: 128 rows x 192 columns, 192 x 128, or 64 x 192. A tile's
+// rows are those of a row block: neighbours of one expert. Backward has the first two.
+enum class Tiles : int { kWide, kTall, kLow };
+constexpr int kTileShapes = 3, kBackwardShapes = 2;
+constexpr int height_of(Tiles tiles) { return tiles == Tiles::kWide ? 128 : tiles == Tiles::kTall ? 192 : 64; }
 
 // All row blocks of one height, in order of rows.
 struct RowBlocks {
@@ -111,7 +111,7 @@ struct Plan {
   int* landed;         // [S / kChunk] units of each chunk of sorted rows whose tokens were pulled, see exchange.h
   int* places;         // [Places::kWeights][E] of weights whose places are not 0, 1, 2, ...
   int* done;           // warps that have finished the up projection of each of the blocks that forward takes
-  RowBlocks blocks[kTileShapes];  // of every `Tiles`; forward has those that it takes, backward all
+  RowBlocks blocks[kTileShapes];  // of every `Tiles`; forward has those that it takes, backward all of its own
   int64_t room;  // sorted rows that there is memory for; with more of them there is an error, and nothing else
   // In an exchange, so many tokens from that one on are this rank's own, and their rows lie apart from the others':
   // they have places of their own, from the lowest int on, and the tokens behind them move up.
@@ -119,8 +119,9 @@ struct Plan {
 
   // Size of the scratch in ints.
   static int64_t scratch(const Sizes& n) {
-    const int64_t wide = RowBlocks::most(n, Tiles::kWide), tall = RowBlocks::most(n, Tiles::kTall);
-    return kHeader + 5 * wide + 4 * tall + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
+    const int64_t wide = RowBlocks::most(n, Tiles::kWide), tall = RowBlocks::most(n, Tiles::kTall),
+                  low = RowBlocks::most(n, Tiles::kLow);
+    return kHeader + 4 * (wide + tall + low) + low + 2 * n.slots() + chunks(n.slots()) + Places::kWeights * n.experts;
   }
   // Sorted rows are pulled in units, and looked at in chunks.
   static constexpr int kChunk = 32, kUnits = 4;
@@ -133,12 +134,12 @@ struct Plan {
     plan.tickets = scratch + 1;
     plan.rows = plan.tickets + kTickets;
     int* next = scratch + kHeader;
-    for (const Tiles tiles : {Tiles::kWide, Tiles::kTall}) {
+    for (const Tiles tiles : {Tiles::kWide, Tiles::kTall, Tiles::kLow}) {
       plan.blocks[int(tiles)] = {height_of(tiles), plan.rows + 1 + int(tiles), next};
       next += 4 * RowBlocks::most(n, tiles);
     }
     plan.done = next;
-    plan.position = plan.done + RowBlocks::most(n, Tiles::kWide);  // of which there are more
+    plan.position = plan.done + RowBlocks::most(n, Tiles::kLow);  // of which there are most
     plan.token = plan.position + n.slots();
     plan.landed = plan.token + n.slots();
     plan.places = plan.landed + chunks(n.slots());
@@ -164,7 +165,7 @@ struct ScheduleArguments {
 int64_t schedule_scratch(const Sizes& sizes);
 const char* schedule(const ScheduleArguments& arguments, void* stream);
 
-// Fills the plan from order and offsets, with the blocks of all tiles.
+// Fills the plan from order and offsets, with the blocks of backward's tiles.
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream);
 
 // Copies the experts' places to the plan.

@@ -61,9 +61,14 @@ const char* choose(const ForwardArguments& in, void* stream) {
 
 const char* forward(const ForwardArguments& in, void* stream) {
   const bool bf16 = in.dtype == Dtype::kBFloat16;
-  if (in.tiles == Tiles::kTall)
-    return bf16 ? choose<__nv_bfloat16, Tiles::kTall>(in, stream) : choose<__half, Tiles::kTall>(in, stream);
-  return bf16 ? choose<__nv_bfloat16, Tiles::kWide>(in, stream) : choose<__half, Tiles::kWide>(in, stream);
+  switch (in.tiles) {
+    case Tiles::kLow:
+      return bf16 ? choose<__nv_bfloat16, Tiles::kLow>(in, stream) : choose<__half, Tiles::kLow>(in, stream);
+    case Tiles::kTall:
+      return bf16 ? choose<__nv_bfloat16, Tiles::kTall>(in, stream) : choose<__half, Tiles::kTall>(in, stream);
+    default:
+      return bf16 ? choose<__nv_bfloat16, Tiles::kWide>(in, stream) : choose<__half, Tiles::kWide>(in, stream);
+  }
 }
 
 }  // namespace mok::sm90

@@ -9,14 +9,15 @@ namespace mok::sm90 {
 
 // kPlain: silu(gate) * up without biases. kTransposed: weights stored as [in, out].
 template <class T, Tiles kShape, Columns kColumns, bool kPlain, bool kTransposed>
-struct Forward : RowTiles<kShape, kShape == Tiles::kWide && kTransposed && kColumns == Columns::kHalves> {
+struct Forward : RowTiles<kShape, kShape != Tiles::kTall && kTransposed && kColumns == Columns::kHalves> {
   using Element = T;
   using Shape = typename Forward::RowTiles;
   using Shape::kTileN, Shape::kAccumulators, Shape::kBytesA;
   static constexpr bool kTransposeA = false, kTransposeB = kTransposed;
   static constexpr bool kWaits = true, kGathers = true, kPulls = true;
   static constexpr int kHalf = kTileN / 2;
-  static constexpr int kStages = Shape::kSplit ? 4 : 5, kStrips = Strip<kHalf>::kBytes;
+  static constexpr int kStages = (Shape::kSplit ? 4 : 5) + (kShape == Tiles::kLow ? 1 : 0),
+                       kStrips = Strip<kHalf>::kBytes;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   // Columns of `a` per up tile: a gated tile holds as many of gate and the same of up, in the same threads.
   static constexpr int kWidth = is_gated(kColumns) ? kHalf : kTileN;

@@ -78,7 +78,7 @@ enum Site : int {
   kMeeting
 };
 
-// What operations have in common: tiles of kMostParts parts of 64 rows, of which a low tile has fewer, times kColumns
+// What operations have in common: tiles of kMostParts parts of 64 rows, of which an expert's last may have fewer, times
 // columns, and hooks that do nothing. In a stage A lies part by part, B behind it. `kSplit`: B is contiguous along N
 // and its halves of 96 columns take two chunks each, of which the second is used by half.
 template <int kMostParts, int kColumns, bool kSplitB = false>

@@ -7,7 +7,7 @@ namespace mok::sm90 {
 
 // Their tiles. Rows that lie in order come in boxes of kBoxRows.
 template <Tiles kShape, bool kSplit = false>
-struct RowTiles : Common<height_of(kShape) / kPartRows, kShape == Tiles::kWide ? 192 : 128, kSplit> {
+struct RowTiles : Common<height_of(kShape) / kPartRows, kShape == Tiles::kTall ? 128 : 192, kSplit> {
   static constexpr Tiles kTiles = kShape;
   static constexpr int kBoxRows = kShape == Tiles::kWide ? 128 : 64;
 

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-// Its second dimension are the heights of row blocks.
+// Its second dimension are the heights of backward's row blocks.
 __global__ void __launch_bounds__(kSortThreads) plan_kernel(int slots, int experts, int top_k, Plan plan) {
   __shared__ Fill fill;
   fill_ends(fill, experts, threadIdx.x < experts ? plan.offsets[threadIdx.x] : 0);
@@ -232,8 +232,8 @@ const char* tell_places(const Sizes& sizes, const Plan& plan, const Places& plac
 
 const char* replan(const Sizes& sizes, const Plan& plan, void* stream) {
   if (sizes.experts > kMaxExperts) return "more experts than the schedule kernel has threads";
-  static_assert(kTileShapes == 2);
-  const dim3 grid(unsigned(sort_grid(sizes.slots())), kTileShapes);
+  static_assert(kBackwardShapes == 2);
+  const dim3 grid(unsigned(sort_grid(sizes.slots())), kBackwardShapes);
   plan_kernel<<<grid, kSortThreads, 0, static_cast<cudaStream_t>(stream)>>>(int(sizes.slots()), int(sizes.experts),
                                                                             int(sizes.top_k), plan);
   return check(cudaGetLastError());
