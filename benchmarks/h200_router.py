@@ -42,6 +42,7 @@ class Case:
     experts: int
     top_k: int
     tokens: tuple[int, ...]
+    dtype: str = "bfloat16"  # of tokens, weight and logits
 
 
 CASES = (
@@ -52,6 +53,8 @@ CASES = (
     Case("top k, softmax", 2880, 32, 4, (1, 64, 256, 2048, 16384)),
     Case("sigmoid, groups, correction", 4096, 128, 8, (1, 16, 64, 256)),
     Case("sigmoid, groups, correction", 7168, 256, 8, (2048, 16384)),
+    Case("sigmoid, groups, correction", 7168, 256, 8, (1, 16, 128, 2048, 16384), "float32"),
+    Case("sigmoid, groups, correction", 4096, 128, 8, (1, 2048, 16384), "float32"),
 )
 
 
@@ -62,7 +65,8 @@ class Layer:
         generator = torch.Generator("cuda").manual_seed(seed)
 
         def normal(*shape, scale=1.0):
-            return (scale * torch.randn(shape, generator=generator, device="cuda")).bfloat16()
+            made = scale * torch.randn(shape, generator=generator, device="cuda")
+            return made.to(getattr(torch, case.dtype))
 
         self.spec = specs(case.top_k)[case.router]
         weight = normal(case.experts, case.hidden, scale=case.hidden**-0.5)
@@ -113,7 +117,13 @@ def routers(emit):
                 return graph_time(lambda i: route(*layers[i].operands, layers[i].spec))
 
             times = {"eager": time(functions), "inductor": time(compiled), "kernel": time(kernel)}
-            sizes = {"hidden": case.hidden, "experts": case.experts, "top_k": case.top_k, "tokens": tokens}
+            sizes = {
+                "dtype": case.dtype,
+                "hidden": case.hidden,
+                "experts": case.experts,
+                "top_k": case.top_k,
+                "tokens": tokens,
+            }
             emit(what="router", router=case.router, **sizes, **times)
 
 

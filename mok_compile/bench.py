@@ -60,8 +60,11 @@ class Block(nn.Module):
         self.up = new(shape.experts, 2 * shape.inner, shape.hidden)
         self.down = new(shape.experts, shape.hidden, shape.inner)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.gate.t()).float()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = torch.softmax((x @ self.gate.t()).float(), -1)
+        scores = torch.softmax(self.logits(x), -1)
         weights, ids = scores.topk(self.k, -1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         sorted_ids, order = torch.sort(ids.reshape(-1))

@@ -339,7 +339,8 @@ void route_infer_op(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(Tensors{});
   if (!in) return;
   constexpr int64_t kTokens = 256;  // MAX_TOKENS in mok_compile/engines/sm90_router.py
-  const bool few = in->tokens() <= kTokens && in->depth() % 8 == 0 && in->weight.is_contiguous() && at_16(in->weight);
+  const bool few = in->tokens() <= kTokens && in->dtype() != ScalarType::Float && in->depth() % 8 == 0 &&
+                   in->weight.is_contiguous() && at_16(in->weight);
   if (few && !(in->x.is_contiguous() && at_16(in->x))) return;
   const DeviceGuard guard(in->device());
   stack[0] = from(if_there_is_room([&] {

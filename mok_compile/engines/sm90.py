@@ -135,7 +135,9 @@ class Sm90:
 
 def _multiplies(weight: torch.Tensor) -> bool:
     """Whether the kernel for few tokens can read a router's weight."""
-    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    return (
+        weight.dtype in DTYPES and weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    )
 
 
 @functools.lru_cache(maxsize=256)

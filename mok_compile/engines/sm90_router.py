@@ -1,5 +1,5 @@
 """The sm90 engine's routers: which ones its kernels run, and their launches. csrc/cuda/sm90/route.cuh is a whole router
-of few tokens, csrc/cuda/sm90/choose.cu all but the logits, of any number of tokens."""
+of few tokens in 16 bits, csrc/cuda/sm90/choose.cu all but the logits, of any number of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Program:
 
 def unsupported(x: torch.dtype, experts: int, router: RouterSpec) -> str | None:
     """Why the kernels do not run this router for tokens of that dtype, None if they do."""
-    if x not in DTYPES[:2]:  # in float32 ids must be eager's to the bit, and torch.topk has its own order of equals
+    if x not in DTYPES:
         return f"it has no kernels for routers in {x}"
     if experts > MAX_EXPERTS or router.top_k > MAX_TOP_K:
         return f"it routes to at most {MAX_TOP_K} of {MAX_EXPERTS} experts"

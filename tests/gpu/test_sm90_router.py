@@ -180,7 +180,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_router_of_many_tokens(name, dtype):
     """Logits are eager's to the bit; the choice and the weights as torch makes them of these logits."""
@@ -192,9 +192,31 @@ def test_every_router_of_many_tokens(name, dtype):
         weights = routing.weigh(values, ids, router.scale, router.spec)
         check_choice(router, logits, values, weights, ids)
         made = get("sm90").route_few(*router.operands, router.spec)
-        if shape[0] > sm90_router.MAX_TOKENS:
+        if shape[0] > sm90_router.MAX_TOKENS or dtype == FP32:
             assert torch.equal(made.logits, logits) and torch.equal(made.ids, ids)
             check_choice(router, logits, values, made.weights, ids)
+
+
+@pytest.mark.parametrize("equals", ["no", "neighbours", "halves", "tokens"])
+@pytest.mark.parametrize("name", SPECS)
+def test_float32_has_the_experts_that_torch_chooses(name, equals):
+    """Also of equals, where those in the same order are not meant: experts alike, groups alike, tokens of zeros."""
+    for seed, shape in enumerate([(1, 64, 128, 8), (300, 64, 8, 2), (2048, 264, 64, 6), (2048, 64, 256, 8)]):
+        router = Router(name, shape, FP32, seed=seed)
+        for t in (router.weight, router.bias, router.correction):
+            if t is not None and equals == "neighbours":
+                t[1::2] = t[::2]
+            elif t is not None and equals == "halves":
+                t[len(t) // 2 :] = t[: len(t) // 2].clone()
+        if equals == "tokens":
+            router.x[::2] = 0
+        logits, values, ids = router.chosen()
+        wanted = routing.route(*router.operands[:4], router.spec)
+        assert torch.equal(logits, wanted.logits)
+        mine, theirs = (torch.sort(i, dim=-1) for i in (ids, wanted.ids))
+        assert torch.equal(mine.values, theirs.values)
+        by_expert = (v.gather(-1, order) for v, order in ((values, mine.indices), (wanted.values, theirs.indices)))
+        torch.testing.assert_close(*by_expert, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -232,11 +254,11 @@ def test_equals_of_many_tokens_go_to_the_lower_expert(name, experts):
     torch.testing.assert_close(values, torch_values, rtol=1e-2, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize(("tokens", "dtype"), [(16, BF16), (300, BF16), (300, FP32)], ids=str)
 @pytest.mark.parametrize("name", SPECS)
-def test_gradients_of_the_choice(name, tokens):
+def test_gradients_of_the_choice(name, tokens, dtype):
     """Through `mok::route` and through torch's own choice of the same experts."""
-    router = Router(name, (tokens, 72, 64, 6))
+    router = Router(name, (tokens, 72, 64, 6), dtype)
     leaves = [t.requires_grad_() for t in (router.x, router.weight, router.bias) if t is not None]
     generator = torch.Generator("cuda").manual_seed(1)
     logits, values, ids = router.chosen()
@@ -355,7 +377,7 @@ def unaligned(t):
 REFUSED = {
     "E": ("qwen3", (4, 128, 2048, 4)),
     "K": ("qwen3", (4, 128, 64, 40)),
-    "float32": ("olmoe", (4, 128, 64, 4), FP32),
+    "float64": ("olmoe", (4, 128, 64, 4), torch.float64),
     "correction": ("kolibri", (4, 128, 64, 4), BF16, torch.float64),
 }
 
@@ -416,9 +438,17 @@ def test_router_and_experts_are_all_that_a_block_launches(tokens):
     assert off.median() < 0.02
 
 
+class RoutedInFloat32(Block):
+    """As DeepSeek-V3 and GLM have it."""
+
+    def logits(self, x):
+        return torch.nn.functional.linear(x.float(), self.gate.float())
+
+
+@pytest.mark.parametrize("kind", [Block, RoutedInFloat32])
 @pytest.mark.parametrize("tokens", [16, 2048])
-def test_a_training_step_chooses_with_one_kernel(tokens):
-    block = Block(ON_GPU, "cuda")
+def test_a_training_step_chooses_with_one_kernel(tokens, kind):
+    block = kind(ON_GPU, "cuda")
     x = torch.randn(tokens, ON_GPU.hidden, device="cuda", dtype=ON_GPU.dtype)
     compiled = torch.compile(block, backend=mok, dynamic=False)
     compiled(x).float().sum().backward()
@@ -451,7 +481,7 @@ def test_direct_calls_have_the_bits_of_prepared_ones(name):
 @pytest.mark.parametrize("tokens", [17, 300])
 def test_direct_calls_with_the_library_s_product_have_the_bits_of_prepared_ones(name, tokens, monkeypatch):
     """For gradients, and in inference of many tokens or with a weight that the kernel for few cannot read."""
-    for dtype in (BF16, FP16):
+    for dtype in (BF16, FP16, FP32):
         router = Router(name, (tokens, 136, 64, 6), dtype, FP32)
         x, weight, *vectors, scale = router.operands
         how = router.spec.to_json(), "sm90"
@@ -505,8 +535,9 @@ def test_direct_calls_are_refused_where_something_is_to_be_done():
     assert torch.ops.mok_sm90.route_infer(*router.operands, *how)
 
 
-def test_inference_of_many_tokens_chooses_with_one_kernel():
-    block = Block(ON_GPU, "cuda")
+@pytest.mark.parametrize("kind", [Block, RoutedInFloat32])
+def test_inference_of_many_tokens_chooses_with_one_kernel(kind):
+    block = kind(ON_GPU, "cuda")
     compiled = torch.compile(block, backend=mok, dynamic=True)
     with torch.no_grad():
         for tokens in (2048, 300, 16):  # one graph for all
@@ -517,8 +548,10 @@ def test_inference_of_many_tokens_chooses_with_one_kernel():
                 compiled(x)
                 torch.cuda.synchronize()
             names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-            kernel = "choose_kernel" if tokens > sm90_router.MAX_TOKENS else "route_kernel"
-            assert sum(kernel in name for name in names) == 1 and not any("triton" in n for n in names), names
+            few = tokens <= sm90_router.MAX_TOKENS and kind is Block
+            assert sum(("route_kernel" if few else "choose_kernel") in name for name in names) == 1
+            assert kind is not Block or not any("triton" in name for name in names), names
+            assert not any("topk" in name.lower() or "sort" in name.lower() for name in names if "mok::" not in name)
 
 
 def test_many_tokens_in_a_graph_and_on_two_streams():

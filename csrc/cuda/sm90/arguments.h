@@ -260,7 +260,7 @@ struct RouteProgram {
 };
 
 // logits [T, E], values and weights [T, K] (each may be null), ids [T, K] from x [T, R], weight [E, R] and what is not
-// null of bias, correction and scale [E]. x and weight lie at multiples of 16 bytes, R is a multiple of 8.
+// null of bias, correction and scale [E], in 16 bits. x and weight lie at multiples of 16 bytes, R is a multiple of 8.
 struct RouteArguments {
   int64_t tokens, depth, experts;
   Dtype dtype;  // of x, weight, bias and logits
@@ -279,7 +279,7 @@ struct RouteArguments {
 };
 const char* route(const RouteArguments& arguments, void* stream);
 
-// The same from logits that are there, of any number of tokens; x, weight, bias and depth are not used.
+// The same from logits that are there, in float32 too, of any number of tokens; x, weight, bias and depth are not used.
 const char* choose(const RouteArguments& arguments, void* stream);
 
 // dh (panels of the parts of N), a (panels of I columns, times the routing weight) and dscore [tiles][S], whose sum

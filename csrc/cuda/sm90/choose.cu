@@ -8,7 +8,7 @@ namespace {
 constexpr int kWarps = 4;
 
 struct ChooseParams {
-  const uint16_t* logits;     // [T, E], in 16 bits
+  Numbers logits;             // [T, E]
   Numbers correction, scale;  // [E]; data null: none
   Numbers values, weights;    // [T, K]; data null: not wanted
   int64_t* ids;               // [T, K]
@@ -17,8 +17,24 @@ struct ChooseParams {
   RouteProgram program;
 };
 
-__device__ __forceinline__ float logit_of(uint16_t bits, Dtype dtype) {
-  return dtype == Dtype::kBFloat16 ? __uint_as_float(uint32_t(bits) << 16) : __half2float(__ushort_as_half(bits));
+// `count` logits from element `at` on, lane l has l, l + 32, ...: all are asked for before the first is looked at.
+template <int kPer>
+__device__ __forceinline__ void load_logits(const Numbers& from, int64_t at, int count, float (&to)[kPer]) {
+  const int lane = threadIdx.x % 32;
+  if (from.dtype == Dtype::kFloat32) {
+    const float* const logits = static_cast<const float*>(from.data) + at;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) to[i] = lane + 32 * i < count ? __ldg(logits + lane + 32 * i) : 0.0f;
+    return;
+  }
+  const uint16_t* const logits = static_cast<const uint16_t*>(from.data) + at;
+  uint16_t raw[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) raw[i] = lane + 32 * i < count ? __ldg(logits + lane + 32 * i) : uint16_t(0);
+#pragma unroll
+  for (int i = 0; i < kPer; ++i)
+    to[i] = from.dtype == Dtype::kBFloat16 ? __uint_as_float(uint32_t(raw[i]) << 16)
+                                           : __half2float(__ushort_as_half(raw[i]));
 }
 
 // A block's shared memory. Up to kMost experts a row is in registers, else it is here.
@@ -48,11 +64,8 @@ __global__ void __launch_bounds__(kWarps * 32) choose_kernel(const __grid_consta
   __shared__ Memory<kMost> m;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
-  const uint16_t* const logits = p.logits + token * p.experts;
-  uint16_t raw[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i)
-    raw[i] = token < p.tokens && lane + 32 * i < p.experts ? __ldg(logits + lane + 32 * i) : uint16_t(0);
+  float logits[kPer];
+  load_logits(p.logits, token * p.experts, token < p.tokens ? p.experts : 0, logits);
   if (p.correction.data || p.scale.data) {
     for (int e = threadIdx.x; e < p.experts; e += kWarps * 32) {
       if (p.correction.data) m.correction[e] = p.correction.load(e);
@@ -64,13 +77,13 @@ __global__ void __launch_bounds__(kWarps * 32) choose_kernel(const __grid_consta
   if constexpr (Memory<kMost>::kRegisters) {
     RegisterRow<kPer> row(m.scores[warp], p.experts);
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) row.s[i] = logit_of(raw[i], p.program.dtype);
+    for (int i = 0; i < kPer; ++i) row.s[i] = logits[i];
     finish(p, row, token, m.correction, m.scale);
   } else {
     SharedRow row(m.scores[warp], m.keys[warp], p.experts);
 #pragma unroll
     for (int i = 0; i < kPer; ++i)
-      if (lane + 32 * i < p.experts) row.s[lane + 32 * i] = logit_of(raw[i], p.program.dtype);
+      if (lane + 32 * i < p.experts) row.s[lane + 32 * i] = logits[i];
     finish(p, row, token, m.correction, m.scale);
   }
 }
@@ -90,7 +103,7 @@ const char* choose(const RouteArguments& in, void* stream) {
       program.top_k > kMaxChosen || program.top_k > in.experts || program.groups > kMaxChosen)
     return "sizes that the router kernel does not take";
   if (in.tokens == 0) return nullptr;
-  ChooseParams p{static_cast<const uint16_t*>(in.logits),
+  ChooseParams p{{in.logits, in.dtype},
                  {const_cast<void*>(in.correction), in.correction_dtype},
                  {const_cast<void*>(in.scale), in.scale_dtype},
                  {in.values, in.values_dtype},

@@ -79,6 +79,7 @@ const char* route(const RouteArguments& in, void* stream) {
   if (in.tokens < 0 || in.tokens > kMaxRoutedTokens || in.experts < 1 || in.experts > kMaxRouted || in.depth % 8 ||
       program.top_k < 1 || program.top_k > kMaxChosen || program.top_k > in.experts || program.groups > kMaxChosen)
     return "sizes that the router kernel does not take";
+  if (in.dtype == Dtype::kFloat32) return "the router kernel of few tokens multiplies in 16 bits only";
   if (in.tokens == 0) return nullptr;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   return in.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16>(in, s) : run<__half>(in, s);
