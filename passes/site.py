@@ -195,10 +195,8 @@ def _unclaimed(graph: fx.Graph, sites: list[Block | Miss], view: View, facts: Fa
     for found in unclaimed(graph, claimed):
         cut = (facts.broken[v] for node in found.products for v in view.made[node] if v in facts.broken)
         cut = next((broken for broken in cut if broken.detail == CUT), None)
-        if cut is None or found.reason != "no-match":
-            misses.append(Miss((found.at,), found.reason, found.detail, found.at))
-        else:
-            misses.append(Miss((found.at,), cut.reason, cut.detail, found.at))
+        why = found if cut is None or found.reason != "no-match" else cut
+        misses.append(Miss(found.products or (found.at,), why.reason, why.detail, found.at))
     return misses
 
 

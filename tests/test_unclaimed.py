@@ -7,6 +7,8 @@ from loops import E, H, I, K, Mlp
 from torch import nn
 from torch.nn import functional as F
 
+import mok_compile
+
 
 class Routed(nn.Module):
     def __init__(self):
@@ -115,8 +117,11 @@ class Buffers(Routed):
         slots = F.one_hot((place * kept).sum(-1), self.room)
         dispatch = (kept.unsqueeze(-1) * slots.unsqueeze(2)).to(x.dtype)
         given = torch.einsum("tkec,th->ech", dispatch, x)
-        outputs = torch.einsum("eci,eih->ech", F.relu(torch.einsum("ech,ehi->eci", given, self.up)), self.down)
+        outputs = self.compute(given)
         return torch.einsum("tkec,tk,ech->th", dispatch, weights, outputs)
+
+    def compute(self, given):
+        return torch.einsum("eci,eih->ech", F.relu(torch.einsum("ech,ehi->eci", given, self.up)), self.down)
 
 
 class Chosen(Buffers):
@@ -157,6 +162,36 @@ def test_tokens_that_are_shared_out_in_another_way(model, why):
     (site,) = report(model(), torch.randn(9, H)).sites
     assert (site.status, site.reason) == ("missed", "routing")
     assert why in site.detail and f"of {E} experts" in site.detail and "test_unclaimed.py" in site.location
+
+
+class BuffersOfExperts(Buffers):
+    """As modules: a router that makes the choice, and experts that know nothing of it."""
+
+    class Experts(nn.Module):
+        def __init__(self, up, down):
+            super().__init__()
+            self.up, self.down = up, down
+
+        def forward(self, given):
+            return torch.bmm(F.relu(torch.bmm(given, self.up)), self.down)
+
+    def __init__(self):
+        super().__init__()
+        self.choose, self.experts = Router(), self.Experts(self.up, self.down)
+        del self.up, self.down
+
+    def route(self, x):
+        return self.choose(x)
+
+    def compute(self, given):
+        return self.experts(given)
+
+
+def test_router_and_experts_are_one_miss():
+    """The reason is found in the router, the block's name is that of the experts."""
+    (site,) = mok_compile.explain(nn.Sequential(BuffersOfExperts()))(torch.randn(9, H)).sites
+    assert (site.status, site.reason) == ("missed", "routing")
+    assert site.location.startswith("0.experts [Experts]") and "cumsum" in site.detail
 
 
 class Summed(Routed):
