@@ -2,11 +2,11 @@
 
 ``mok::moe`` is what the graph shows and what is called; it consists of the router and of ``mok::experts``, into which
 autograd, AOTAutograd and every mode of torch take it apart. In float32 and float64 the choice of experts is the op
-``mok::route``, out of every compiler's reach: eager's own kernels run, or such as choose the same experts, so that the
-ids are eager's. In 16 bits, where that is not promised, the router's functions stay visible to the compiler, which fuses them: an opaque op
-would launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype; one
-with kernels for all of it takes ``mok::route_infer``, the whole router without anything for a gradient, where none is
-asked for and, if they are for few tokens only, their number is known when the graph is made.
+``mok::route``, out of every compiler's reach: eager's own kernels run, or such as choose the same experts. In 16 bits,
+where that is not promised, the router's functions stay visible to the compiler, which fuses them: an opaque op would
+launch one kernel for each of them. An engine with kernels for a router takes ``mok::route`` in every dtype; one with
+kernels for all of it takes ``mok::route_infer``, the whole router without anything for a gradient, where none is asked
+for and, if they are for few tokens only, their number is known when the graph is made.
 
 Shapes (legend in `mok_compile.spec`): x [T, H], router_x [T, R] (the same tensor in most models), router_weight [E, R],
 router_bias [E]; correction, E numbers of any shape, takes part in the choice alone and gets no gradient; expert_scale

@@ -70,7 +70,7 @@ def test_operands_of_a_dtype_that_the_kernel_does_not_know():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"x": FP32}, "routers in torch.float32"),
+        ({"x": torch.float64}, "routers in torch.float64"),
         ({"experts": 2048}, "at most 32 of 1024 experts"),
         ({"router": replace(MIXTRAL, top_k=33)}, "at most 32 of 1024 experts"),
         ({"router": replace(MIXTRAL, groups=Groups(64, 2, 1, 0.0))}, "at most 32 groups"),
@@ -100,7 +100,13 @@ def anywhere(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "experts", "top_k", "taken"),
-    [(BF16, 128, 8, True), (torch.float16, 1024, 32, True), (FP32, 128, 8, False), (BF16, 1025, 8, False)],
+    [
+        (BF16, 128, 8, True),
+        (torch.float16, 1024, 32, True),
+        (FP32, 128, 8, True),
+        (torch.float64, 128, 8, False),
+        (BF16, 1025, 8, False),
+    ],
 )
 def test_what_is_asked_of_a_fake_weight(anywhere, dtype, experts, top_k, taken):
     router = replace(MIXTRAL, top_k=top_k)
@@ -113,7 +119,7 @@ def test_what_is_asked_of_a_fake_weight(anywhere, dtype, experts, top_k, taken):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
 def test_the_graph_of_a_training_step(anywhere, name, dtype):
-    """In 16 bits the choice is one op, in float32 torch's; the product's and the scores' derivatives stay visible."""
+    """The choice is one op; the product's and the scores' derivatives stay visible."""
     spec, tokens, experts, hidden, inner = CASES[name].spec, 2048, 8, 64, 32
 
     def new(*shape, dtype=dtype):

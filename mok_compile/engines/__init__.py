@@ -101,8 +101,8 @@ class RouterEngine(Engine, Protocol):
         """None if the engine runs this router with this weight [E, H] (which may be a fake tensor), else why not."""
 
     def route(self, x, weight, bias, correction, router) -> Routed:
-        """Chooses the experts; in float32 and float64 the same ones as `mok_compile.routing.route`, of whose order those of
-        exactly equal scores alone may differ."""
+        """Chooses the experts; in float32 and float64 the same ones as `mok_compile.routing.route`, perhaps with
+        those of exactly equal scores in another order."""
 
 
 class FewRouterEngine(Engine, Protocol):
