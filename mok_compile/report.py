@@ -32,7 +32,8 @@ REASONS = {
     ),
     "activation": (
         "the activation uses values from outside the experts",
-        "make it a function of gate and up alone; apply scales and masks before or after the experts",
+        "make it a function of gate and up alone; apply scales and masks before or after the experts, "
+        "merge LoRA into the weights",
     ),
     "dropout": (
         "dropout, or something else with random numbers, works inside the experts",

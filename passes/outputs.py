@@ -58,10 +58,13 @@ def _unbiased(projection: Projection) -> Projection:
 
 
 def _is_output(fact: Fact | None) -> bool:
-    """Whether `fact` is that of the experts' rows, with nothing done to them yet."""
+    """Whether `fact` is that of the experts' rows, with nothing done to them yet. Two products with nothing between
+    them are no experts: LoRA has them."""
     if not isinstance(fact, Pointwise) or fact.order not in (SLOT, SORTED) or fact.bare is None or fact.level != 2:
         return False
     source = fact.bare.source
+    if source.bare is not None:
+        return False
     return fact.weight is None and source.weight is None and not (fact.stray or fact.fenced or source.fenced)
 
 

@@ -1468,6 +1468,24 @@ def test_what_is_something_else_stays(make):
     assert not any(site.detail == LOOP for site in traced.report.sites), traced.report
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("names", [("gate_proj",), ("gate_proj", "up_proj", "down_proj")], ids=len)
+def test_low_rank_paths_are_named(names, scale):
+    """Whether something works on them, or they are added as they are."""
+
+    class Scaled(Lora):
+        def forward(self, x):
+            path = self.b(self.a(x))
+            return self.base(x) + (path if scale == 1 else path * scale)
+
+    block = Hit()
+    for expert in block.experts:
+        for name in names:
+            setattr(expert, name, Scaled(getattr(expert, name)))
+    (site,) = explain(block)(tokens(2, 9)).sites
+    assert (site.status, site.reason) == ("missed", "activation") and "LoRA" in site.detail, site
+
+
 @pytest.mark.parametrize("make", MISCOUNTED)
 def test_a_loop_through_rows_that_others_were_counted_for_says_so(make):
     block, x = make(), tokens(2, 9)

@@ -286,6 +286,31 @@ class OuterTensor(Moe):
         return super().activate(h) * self.scale
 
 
+class LowRank(Moe):
+    """LoRA beside the stacked weight of gate and up."""
+
+    scale = 0.5
+
+    def make_weights(self):
+        super().make_weights()
+        self.a = self.new(self.num_experts, self.hidden, 2)
+        self.b = self.new(self.num_experts, 2, 2 * self.inner)
+
+    def project_up(self, rows, sorted_ids, offsets):
+        path = grouped(grouped(rows, self.a, offsets), self.b, offsets)
+        return super().project_up(rows, sorted_ids, offsets) + path * self.scale
+
+
+class Merged(LowRank):
+    def project_up(self, rows, sorted_ids, offsets):
+        return grouped(rows, self.up.transpose(1, 2) + self.scale * (self.a @ self.b), offsets)
+
+
+def test_low_rank_paths_are_named_and_fused_once_they_are_merged():
+    check_refused(LowRank(), tokens(), reason="activation", detail="LoRA")
+    check_fused(Merged(), tokens())
+
+
 class ThirdProjection(Moe):
     def make_weights(self):
         super().make_weights()
