@@ -27,7 +27,7 @@ from mok_compile.passes.facts import (
     RowWeight,
     Share,
 )
-from mok_compile.passes.masks import distinct, permuted
+from mok_compile.passes.masks import distinct, permuted, viewed
 from mok_compile.passes.parts import extend
 from mok_compile.passes.rules import Break, Facts, _dim, _number, _weighted, pinned, rule, same
 from mok_compile.passes.shares import from_column, is_table, shared_out, tabulated
@@ -260,7 +260,8 @@ def _sum_of_outputs(facts, value, a, dim=None, keepdim=False, **kwargs):
     if not isinstance(fact, Outputs) or fact.share is None or keepdim or dim is None:
         return None
     summed = [fact.axes[_dim(a, d)] for d in dim] == [EXPERT]
-    return _all_outputs(facts, fact.rows, fact.share) if summed and fact.axes[-1] == FEATURE else None
+    last = [axis for axis in fact.axes if axis != EXPERT][-1] == FEATURE
+    return _all_outputs(facts, fact.rows, fact.share) if summed and last else None
 
 
 def _all_outputs(facts: Facts, outputs: tuple[Value, ...], share: Share) -> Partial | None:
@@ -276,23 +277,45 @@ def _all_outputs(facts: Facts, outputs: tuple[Value, ...], share: Share) -> Part
 
 @rule(aten.bmm.default)
 def _bmm_outputs(facts, value, a, b):
-    """[T, 1, E] @ [T, E, H]: the sum over the experts as a product."""
-    share, fact = facts.of(a), facts.of(b)
-    if not isinstance(share, Share) or not isinstance(fact, Outputs) or fact.share is not None:
+    """[T, 1, E] @ [T, E, H] or [T, H, E] @ [T, E, 1]: the sum over the experts as a product."""
+    left, right = facts.of(a), facts.of(b)
+    if isinstance(left, Share) and isinstance(right, Outputs):
+        share, fact, by, axes = left, right, (TOKEN, NONE, EXPERT), (TOKEN, EXPERT, FEATURE)
+    elif isinstance(left, Outputs) and isinstance(right, Share):
+        share, fact, by, axes = right, left, (TOKEN, EXPERT, NONE), (TOKEN, FEATURE, EXPERT)
+    else:
         return None
-    fits = share.hits.axes == (TOKEN, NONE, EXPERT) and fact.axes == (TOKEN, EXPERT, FEATURE) and share.hits.reduced
-    return _all_outputs(facts, fact.rows, share) if fits else None
+    fits = _of_tokens(share.hits.axes) == by and _of_tokens(fact.axes) == axes
+    plain = fact.share is None and fact.ids is None and share.hits.reduced
+    return _all_outputs(facts, fact.rows, share) if fits and plain else None
 
 
-@rule(aten.view.default, aten.squeeze.dim, aten.unsqueeze.default, aten.permute.default)
+def _of_tokens(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """`axes` that begin with the tokens, also where there is but one, which no dimension stands for any more."""
+    return (TOKEN, *axes[1:]) if axes[0] == NONE and TOKEN not in axes else axes
+
+
+@rule(aten.expand.default, aten.clone.default, aten.alias.default)
+def _same_outputs(facts, value, a, *args, **kwargs):
+    fact = facts.of(a)
+    alike = isinstance(fact, Outputs) and len(value.meta.shape) == len(fact.axes)
+    return fact if alike and all(map(same, a.meta.shape, value.meta.shape)) else None
+
+
+_TURNS = (aten.permute.default, aten.transpose.int)
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.squeeze.dim, aten.unsqueeze.default, *_TURNS)
 def _shape_outputs(facts, value, a, *args):
     """Dimensions of one entry come and go, and those of the tokens are one or several."""
     fact = facts.of(a)
     if isinstance(fact, Outputs):
-        turned = value.op is aten.permute.default
-        axes = permuted(fact.axes, value, a, *args) if turned else _with_ones(fact.axes, a, value)
+        if value.op in _TURNS:
+            axes = permuted(fact.axes, value, a, *args)
+        else:
+            axes = _with_ones(fact.axes, a, value) or viewed(fact.axes, value, a)
         return None if axes is None else replace(fact, axes=axes)
-    if not isinstance(fact, (Partial, Combined)) or value.op is aten.unsqueeze.default:
+    if not isinstance(fact, (Partial, Combined)) or value.op in (aten.unsqueeze.default, aten.transpose.int):
         return None
     old, new = ([n for n in v.meta.shape if not same(n, 1)] for v in (a, value))
     if value.op is aten.permute.default:

@@ -144,17 +144,23 @@ def _shaped(function):
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 @_shaped
 def _view_hits(value, a, hits, shape):
-    old = [(axis, n) for axis, n in zip(hits.axes, a.meta.shape, strict=True) if axis != NONE]
-    if any(axis == NONE and not same(n, 1) for axis, n in zip(hits.axes, a.meta.shape, strict=True)):
+    axes = viewed(hits.axes, value, a, hits.k)
+    return None if axes is None else replace(hits, axes=axes)
+
+
+def viewed(axes: tuple[str, ...], value: Value, a: Value, k: int | None = None) -> tuple[str, ...] | None:
+    """`axes` of `a` as those of `value`, its numbers in another shape; `k`: of a token's slots, where that is known."""
+    old = [(axis, n) for axis, n in zip(axes, a.meta.shape, strict=True) if axis != NONE]
+    if any(axis == NONE and not same(n, 1) for axis, n in zip(axes, a.meta.shape, strict=True)):
         return None
-    viewed = _viewed(value, hits, old)
-    if viewed is None:  # dimensions of one token stand anywhere
+    found = _viewed(value, old, k)
+    if found is None:  # dimensions of one token stand anywhere
         solid = [(axis, n) for axis, n in old if axis != TOKEN or not same(n, 1)]
-        viewed = _viewed(value, hits, solid) if TOKEN in [axis for axis, _ in solid] else None
-    return viewed
+        found = _viewed(value, solid, k) if TOKEN in [axis for axis, _ in solid] else None
+    return found
 
 
-def _viewed(value: Value, hits: Hits, old: list) -> Hits | None:
+def _viewed(value: Value, old: list[tuple], k: int | None) -> tuple[str, ...] | None:
     axes, new, old = [], list(value.meta.shape), list(old)
     while new:
         if same(new[0], 1) and not (old and same(old[0][1], 1)):
@@ -174,11 +180,11 @@ def _viewed(value: Value, hits: Hits, old: list) -> Hits | None:
                 dims.append(new.pop(0))
             else:
                 return None
-        joined = _regroup(labels, dims, hits.k)
+        joined = _regroup(labels, dims, k)
         if joined is None:
             return None
         axes += joined
-    return replace(hits, axes=tuple(axes)) if not old else None
+    return tuple(axes) if not old else None
 
 
 def _regroup(labels: list[str], sizes: list, k) -> list[str] | None:
