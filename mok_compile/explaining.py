@@ -14,13 +14,15 @@ from torch import fx
 
 from mok_compile import dump
 from mok_compile.integrations import transformers, watch
+from mok_compile.integrations.breaks import GraphBreak, in_function_with_loop
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import trace_again_if_wrong
 from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, without_their_routers
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
-from mok_compile.passes.source import lines_of
+from mok_compile.passes.source import lines_of, said_at
+from mok_compile.passes.unclaimed import CAPACITY, buffers
 from mok_compile.passes.view import name_of
 from mok_compile.report import Report, Site
 from mok_compile.spec import ExpertsSpec
@@ -34,6 +36,7 @@ _MASKS = {
 _SCORES = {"softmax", "sigmoid"}
 _BREAK = "graph break:"
 _LOOP = "these experts run one by one in a Python loop, which breaks the graph"
+_CUT = "the graph breaks between the choice of the experts and the weighted sum of their outputs"
 _UNSEEN = (
     "no graph holds these experts: the graph breaks in code that calls them, for the reasons in the notes, or they "
     "were not called"
@@ -86,6 +89,8 @@ class Collector:
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
         self._loops: dict[torch.nn.Module, Loop] = {}
+        self.breaks: list[GraphBreak] = []
+        self._buffers: dict[int, str] = {}  # by the number of experts: what is said of them
         self._calls: dict[tuple[str, int], set[str]] = defaultdict(set)  # by source line: what is called there
 
     def __call__(self, gm: fx.GraphModule, inputs: list) -> Callable:
@@ -98,6 +103,8 @@ class Collector:
         for node in gm.graph.nodes:  # of no graph that is traced again
             for line in lines_of(node):
                 self._calls[line].add(name_of(node))
+        for node, experts in buffers(gm.graph):
+            self._buffers.setdefault(experts, said_at(node, CAPACITY.format(experts=experts)))
         found = Report(sites, [dump.graph(before, dump.code(twin))])
         if self.options.dump:
             dump.publish(found, self.options)
@@ -107,6 +114,10 @@ class Collector:
     def tell(self, loop: Loop, options: Options) -> None:
         """Called for a loop over experts at which the graph breaks."""
         self._loops.setdefault(loop.owner, loop)
+
+    def broke(self, end: GraphBreak) -> None:
+        """Called where a graph breaks, and where a frame is given up."""
+        self.breaks.append(end)
 
     def has_seen(self, code: types.CodeType) -> bool:
         """Whether a graph holds something of `code`."""
@@ -142,7 +153,7 @@ class Collector:
             if owner in self._loops or (alike is not None and not is_located(path, owner)):
                 loops[owner] = self._loops.get(owner) or alike.of(owner)
         found = [loop.site(paths.get(owner, "")) for owner, loop in loops.items()]
-        broke = any(note.startswith(_BREAK) for note in self.report.notes)
+        broke = bool(self.breaks) or any(note.startswith(_BREAK) for note in self.report.notes)
         for path, owner in {} if model is None else _experts(model).items():
             around = {parent for parent, name in paths.items() if f"{path}.".startswith(name and f"{name}.")}
             code = _code(owner)
@@ -171,7 +182,24 @@ class Collector:
             return Site("missed", *(("soft", _SOFT) if self._is_soft(code) else ("no-match", _UNPROVEN)), where)
         if not seen and _checkpointed(model, path):
             return Site("missed", "split", _CHECKPOINTED, where)
-        return Site("missed", DATA_DEPENDENT, _LOOP if seen else _UNSEEN, where)
+        if not seen:
+            return Site("missed", DATA_DEPENDENT, _UNSEEN, where)
+        buffer = next((said for experts, said in self._buffers.items() if experts in _numbers(owner)), None)
+        if buffer is not None:
+            return Site("missed", "routing", buffer, where)
+        inside = [end for end in self.breaks if end.within(code)]
+        for end in inside:
+            if any(in_function_with_loop(*line) for line in end.within(code)):
+                return Site("missed", DATA_DEPENDENT, f"{_LOOP}, at {end}", where)
+        if not self.breaks:
+            return Site("missed", DATA_DEPENDENT, _LOOP, where)
+        return Site("missed", "split", f"{_CUT}, at {(inside or self.breaks)[0]}", where)
+
+
+def _numbers(owner: torch.nn.Module) -> set[int]:
+    """How many experts `owner` may hold: so many as a list of it has modules, or a stack of it matrices."""
+    lists = (m for m in owner.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
+    return {len(m) for m in lists} | {p.shape[0] for p in owner.parameters() if p.dim() > 2}
 
 
 def _code(model: Callable) -> types.CodeType | None:
@@ -221,6 +249,8 @@ def broken_graphs(collector: Collector, model: Callable) -> Iterator[None]:
         note = f"{_BREAK} {said.replace('Explanation:', '-').strip()}"
         if note not in report.notes:
             report.notes.append(note)
+    if not any(note.startswith(_BREAK) for note in report.notes):  # numbers that only the data tells are not counted
+        report.notes += dict.fromkeys(f"{_BREAK} {end.why}, at {end}" for end in collector.breaks)
 
 
 @contextlib.contextmanager

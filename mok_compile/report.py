@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ IN_TRANSFORMERS = {
     "split": "on transformers 5 experts implementation 'mok' (mok_compile.integrations.transformers.register) needs no "
     "graph",
 }
-_IN_TRANSFORMERS = ("transformers/", "transformers_modules/")  # in the path of its code, and of remote code
+# In the path of its code, and of remote code; other projects have folders of that name too.
+_IN_TRANSFORMERS = re.compile(r"(^|[ /])(transformers/(models|integrations)|transformers_modules)/")
 
 
 class StrictError(RuntimeError):
@@ -167,7 +169,7 @@ class Site:
         """What the user can do about it."""
         if not self.reason:
             return ""
-        more = IN_TRANSFORMERS.get(self.reason) if any(at in self.location for at in _IN_TRANSFORMERS) else None
+        more = IN_TRANSFORMERS.get(self.reason) if _IN_TRANSFORMERS.search(self.location) else None
         return "; ".join(filter(None, (REASONS[self.reason][1], more)))
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mok_compile.passes.join import Joined, erase, hand_over, join
 from mok_compile.passes.router import Router, find
 from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Analysis, Block, Miss, analyse, module_of
-from mok_compile.passes.source import source_of
+from mok_compile.passes.source import said_at, source_of
 from mok_compile.passes.substitute import Insertion, Substitution
 from mok_compile.passes.traced import OPEN, VERIFIED, block_of, is_traced
 from mok_compile.passes.verify import arguments_of, verify
@@ -268,10 +268,7 @@ def _missed(miss: Miss) -> Site:
 
 
 def _why(miss: Miss) -> str:
-    at = miss.named or miss.at
-    source = source_of(at)
-    code = f": {source.code}" if source is not None and source.code else ""
-    return f"{miss.detail} (at {at.name}{code})"
+    return said_at(miss.named or miss.at, miss.detail)
 
 
 def _where(block: Block) -> str:

@@ -14,7 +14,7 @@ import mok_compile
 
 _FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>.*)')
 # Torch's own lines, and ours, tell nothing about the model.
-_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, mok_compile.__file__, __file__))
+INSIDE = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, mok_compile.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,20 @@ def source_of(node: fx.Node) -> Source | None:
     return _innermost(node.meta.get("stack_trace") or "")
 
 
+def said_at(node: fx.Node, sentence: str) -> str:
+    """`sentence` with the node, and the source line, that it is about."""
+    source = source_of(node)
+    code = f": {source.code}" if source is not None and source.code else ""
+    return f"{sentence} (at {node.name}{code})"
+
+
 @functools.lru_cache(maxsize=4096)
 def _innermost(trace: str) -> Source | None:
     lines = trace.splitlines()
     frames = [(i, match) for i, line in enumerate(lines) if (match := _FRAME.search(line))]
     if not frames:
         return None
-    i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(_INSIDE)), frames[-1])
+    i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(INSIDE)), frames[-1])
     code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
     file = match["file"].rpartition(f"site-packages{os.sep}")[2]
     return Source(file, int(match["line"]), match["function"], code)

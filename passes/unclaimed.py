@@ -29,6 +29,10 @@ DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
     "proven: the loop over them, its masks or a transform such as torch.func.vmap is spelled in an unknown way"
 )
+APART = (
+    "one of {experts} experts is chosen here, and this graph ends before the choice and what the experts compute have "
+    "come together: the weighted sum is not in it"
+)
 NARROW = "the products with the matrices of {experts} experts are rounded to {narrow} here, the matrices are {wide}"
 EXPERT_CHOICE = (
     "each of {experts} experts chooses its tokens here, where in a block each token chooses its experts: a token may "
@@ -71,12 +75,15 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
         if not found or not set(own).isdisjoint(near):
             continue
         after = _related(choice, readers.__getitem__)
-        if any(_meet(after | {choice}, _related(node, readers.__getitem__) | {node}) for node in found[:1]):
+        met = _meeting(after | {choice}, _related(found[0], readers.__getitem__) | {found[0]})
+        if met:
             placed = _placed(nodes[start:end], after, experts)
             reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
             rounded = next((node for node in found if _is_narrow(node, products)), None)
             if placed is not None:
                 reason, detail = "routing", CAPACITY
+            elif reason == "no-match" and all(node.op == "output" for node in met):
+                reason, detail = "split", APART
             elif reason == "no-match" and rounded is not None:
                 narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in (rounded, products[rounded][0]))
                 yield Unclaimed(rounded, "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
@@ -90,6 +97,15 @@ def placed_behind(choice: fx.Node) -> Unclaimed | None:
     after = _related(choice, _readers(nodes).__getitem__)
     placed = _placed(nodes, after, experts)
     return None if placed is None else Unclaimed(placed, "routing", CAPACITY.format(experts=experts))
+
+
+def buffers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """The running sums of `graph` that give tokens places in the buffers of experts, if experts are what their columns
+    stand for: with how many columns."""
+    for node in graph.nodes:
+        columns = (_shape(node) or (0,))[-1]
+        if isinstance(columns, int) and columns > 1 and _places(node, columns):
+            yield node, columns
 
 
 def _placed(nodes: list[fx.Node], after: set[fx.Node], experts: int) -> fx.Node | None:
@@ -122,12 +138,11 @@ def _readers(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     return readers
 
 
-def _meet(after: set[fx.Node], products: set[fx.Node]) -> bool:
-    """Whether the nodes that depend on a choice and those that depend on products come together otherwise than as two
+def _meeting(after: set[fx.Node], products: set[fx.Node]) -> list[fx.Node]:
+    """Where the nodes that depend on a choice and those that depend on products come together, otherwise than as two
     branches, which are added up."""
     both = after & products
-    first = [node for node in both if both.isdisjoint(node.all_input_nodes)]
-    return any(name_of(node) not in _JOINS for node in first)
+    return [node for node in both if both.isdisjoint(node.all_input_nodes) and name_of(node) not in _JOINS]
 
 
 class _Weights:

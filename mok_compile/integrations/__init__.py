@@ -25,13 +25,14 @@ def watch() -> None:
 
 
 def _open(*_) -> None:
-    from mok_compile.integrations import capture, counts, loops, missed, proofs, tracing, transformers
+    from mok_compile.integrations import breaks, capture, counts, loops, missed, proofs, tracing, transformers
 
     capture.watch()
     counts.watch()
     missed.watch()
     proofs.watch()
     tracing.watch(missed.tell)
+    tracing.watch(breaks.tell)
     transformers.open_eager()
     loops.open_doors()
     _be_fetched_anew()

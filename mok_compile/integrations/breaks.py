@@ -1,0 +1,92 @@
+"""Where Dynamo ended a graph though its function goes on: what `explain` names when no graph holds a block."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import logging
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from mok_compile.integrations.tracing import backend_of
+from mok_compile.passes.source import INSIDE
+
+log = logging.getLogger("mok_compile")
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """The lines, as (file, line), that Dynamo was at, those of the callers first and none of torch's own, and what it
+    says of it."""
+
+    lines: tuple[tuple[str, int], ...]
+    why: str
+
+    def within(self, code: types.CodeType) -> tuple[tuple[str, int], ...]:
+        """The lines from the first one in `code` on; none if it is not there that the graph broke."""
+        mine = {(code.co_filename, line) for _, _, line in code.co_lines()}
+        start = next((i for i, line in enumerate(self.lines) if line in mine), len(self.lines))
+        return self.lines[start:]
+
+    def __str__(self) -> str:
+        file, line = self.lines[-1]
+        code = linecache.getline(file, line).strip()
+        return f"{file.rpartition('site-packages/')[2]}:{line}" + (f": {code}" if code else "")
+
+
+def tell(translator: Any, error: Exception | None) -> None:
+    """Tells the backend that a frame was for, if it asks, where its graph broke, or where the frame was given up."""
+    try:
+        found = backend_of(translator.output.compiler_fn)
+        if found is not None and hasattr(found[0], "broke") and (end := _end(translator, error)) is not None:
+            found[0].broke(end)
+    except Exception:  # of Dynamo's own classes, which another release of torch may have changed
+        log.warning("mok-compile: this release of torch keeps its frames otherwise; please report", exc_info=True)
+
+
+def _end(translator: Any, error: Exception | None) -> GraphBreak | None:
+    reason = getattr(translator.output, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        stack, why = reason.user_stack, reason.reason
+    elif error is not None:
+        stack, why = getattr(error, "real_stack", None) or (), str(error)
+    else:
+        return None
+    lines = [(frame.filename, frame.lineno) for frame in stack if not frame.filename.startswith(INSIDE)]
+    lines = lines or [(translator.f_code.co_filename, translator.lineno)]
+    return GraphBreak(tuple(lines), why.strip().partition("\n")[0])
+
+
+def in_function_with_loop(file: str, line: int) -> bool:
+    """Whether the innermost function around `line` has a loop in it, or a comprehension."""
+    return any(line in lines for lines in _functions_with_loops(file))
+
+
+@functools.lru_cache(maxsize=256)
+def _functions_with_loops(file: str) -> tuple[frozenset[int], ...]:
+    """The lines of each such function of `file`, without those of the functions inside it."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    return tuple(_own_lines(node) for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and _has_loop(node))
+
+
+def _own_lines(function: ast.AST) -> frozenset[int]:
+    inner = [range(n.lineno, n.end_lineno + 1) for n in ast.walk(function) if isinstance(n, _FUNCTIONS)][1:]
+    return frozenset(range(function.lineno, function.end_lineno + 1)).difference(*inner)
+
+
+def _has_loop(function: ast.AST) -> bool:
+    pending = list(ast.iter_child_nodes(function))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, _LOOPS):
+            return True
+        if not isinstance(node, _FUNCTIONS):
+            pending += ast.iter_child_nodes(node)
+    return False
