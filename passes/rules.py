@@ -873,7 +873,8 @@ def _biased(fact: Pointwise, bias: BiasRows) -> Fact:
     if projection is None or projection.bias is not None or fact.weight is not None:
         raise Break("no-match", "a bias is added to something other than the plain output of a projection")
     if bias.order != fact.order or bias.ids is not fact.ids:
-        raise Break("no-match", "the bias is picked by the ids of another routing")
+        picked = f"the bias is picked by what {_name(bias.ids)} gives"
+        raise Break("no-match", f"{picked}, which is not proven to be the expert of each of these rows")
     _check_masks(bias.masked, projection.num_experts)
     leaf = act.Expr("column", (Column(replace(projection, bias=bias.bias), "all"),))
     # Behind the up projection such rows take part in no further product; behind the down projection they would count.

@@ -538,6 +538,22 @@ def test_biases_of_the_wrong_rows(block, reason):
     check_stopped(block(), tokens(), reason=reason)
 
 
+class BiasByCounts(Biased):
+    """Padded with a row for those of no expert, as torchtitan's gpt-oss has it."""
+
+    def project_up(self, rows, sorted_ids, offsets):
+        counts = torch.cat([offsets[:1], offsets.diff(), (len(rows) - offsets[-1])[None]]).long()
+        bias = torch.cat([self.up_bias, self.up_bias.new_zeros(1, self.up_bias.shape[1])])
+        return Moe.project_up(self, rows, sorted_ids, offsets) + bias.repeat_interleave(
+            counts, 0, output_size=len(rows)
+        )
+
+
+@pytest.mark.parametrize(("block", "by"), [(OtherBias, "flip"), (BiasByCounts, "repeat_interleave")])
+def test_what_picks_a_bias_is_named(block, by):
+    check_refused(block(), tokens(), reason="no-match", detail=by)
+
+
 class WrongSentinel(Sentinel):
     """Masks the last expert, which has rows."""
 
