@@ -14,7 +14,7 @@ from torch import fx
 
 from mok_compile import dump
 from mok_compile.integrations import transformers, watch
-from mok_compile.integrations.breaks import GraphBreak, in_function_with_loop
+from mok_compile.integrations.breaks import GraphBreak, in_loop
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import trace_again_if_wrong
@@ -189,7 +189,7 @@ class Collector:
             return Site("missed", "routing", buffer, where)
         inside = [end for end in self.breaks if end.within(code)]
         for end in inside:
-            if any(in_function_with_loop(*line) for line in end.within(code)):
+            if any(in_loop(*line) for line in end.within(code)):
                 return Site("missed", DATA_DEPENDENT, f"{_LOOP}, at {end}", where)
         if not self.breaks:
             return Site("missed", DATA_DEPENDENT, _LOOP, where)

@@ -176,6 +176,31 @@ def test_a_loop_that_does_break_the_graph_is_named_with_its_line():
     assert site.detail.endswith(": rows = [(ids == e).nonzero()[:, 0] for e in range(E)]"), site.detail
 
 
+class Dispatched(nn.Module):
+    """Rows by where a table of weights is not zero, split by counts: the graph breaks before the loop is reached."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(H, E, bias=False), nn.ModuleList(Mlp() for _ in range(E))
+
+    def route(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        return torch.zeros(len(x), E, requires_grad=True).scatter(1, ids, weights)
+
+    def forward(self, x):
+        table = self.route(x)
+        expert, token = table.t().nonzero().unbind(1)
+        parts = x[token].split((table > 0).sum(0).tolist())
+        outputs = [self.experts[e](parts[e]) for e in range(E)]
+        return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * table[token, expert, None])
+
+
+def test_a_break_in_a_function_with_a_loop_need_not_be_one_of_the_loop():
+    (site,) = explain(Dispatched())(torch.randn(8, H)).sites
+    assert (site.status, site.reason) == ("missed", "split")
+    assert site.detail.endswith(": return torch.zeros(len(x), E, requires_grad=True).scatter(1, ids, weights)")
+
+
 @pytest.mark.parametrize(
     "file, theirs",
     [

@@ -364,23 +364,3 @@ def test_blocks_in_one_of_torchs_own_modules(compiled):
     torch._dynamo.reset()
     compiled(model)(x)
     assert (counters["mok"]["fused"], counters["mok"]["missed"]) == (2, 0)
-
-
-class Dispatched(Hit):
-    """Rows by where a table of weights is not zero, split by counts, put together again by a helper."""
-
-    def forward(self, x):
-        weights, ids = torch.topk(F.softmax(self.gate(x), -1), self.top_k, -1)
-        table = torch.zeros(len(x), self.num_experts, requires_grad=True).scatter(1, ids, weights)
-        expert, token = table.t().nonzero().unbind(1)
-        parts = x[token].split((table > 0).sum(0).tolist())
-        outputs = [self.experts[e](parts[e]) for e in range(self.num_experts)]
-        return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * table[token, expert, None])
-
-
-def test_a_graph_that_breaks_around_the_experts_is_told_as_that():
-    """What is said of them must not blame their loop, which no graph ended at."""
-    report = explain(Dispatched())(tokens(9))
-    (site,) = report.sites
-    assert (site.status, site.reason) == ("missed", "data-dependent")
-    assert "none holds the whole block" in site.detail and any("nonzero" in note for note in report.notes), report

@@ -15,7 +15,6 @@ from mok_compile.passes.source import INSIDE
 
 log = logging.getLogger("mok_compile")
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -61,32 +60,16 @@ def _end(translator: Any, error: Exception | None) -> GraphBreak | None:
     return GraphBreak(tuple(lines), why.strip().partition("\n")[0])
 
 
-def in_function_with_loop(file: str, line: int) -> bool:
-    """Whether the innermost function around `line` has a loop in it, or a comprehension."""
-    return any(line in lines for lines in _functions_with_loops(file))
+def in_loop(file: str, line: int) -> bool:
+    """Whether `line` is in a loop, or in a comprehension."""
+    return line in _lines_in_loops(file)
 
 
 @functools.lru_cache(maxsize=256)
-def _functions_with_loops(file: str) -> tuple[frozenset[int], ...]:
-    """The lines of each such function of `file`, without those of the functions inside it."""
+def _lines_in_loops(file: str) -> frozenset[int]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return ()
-    return tuple(_own_lines(node) for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and _has_loop(node))
-
-
-def _own_lines(function: ast.AST) -> frozenset[int]:
-    inner = [range(n.lineno, n.end_lineno + 1) for n in ast.walk(function) if isinstance(n, _FUNCTIONS)][1:]
-    return frozenset(range(function.lineno, function.end_lineno + 1)).difference(*inner)
-
-
-def _has_loop(function: ast.AST) -> bool:
-    pending = list(ast.iter_child_nodes(function))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, _LOOPS):
-            return True
-        if not isinstance(node, _FUNCTIONS):
-            pending += ast.iter_child_nodes(node)
-    return False
+        return frozenset()
+    loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
+    return frozenset().union(*(range(loop.lineno, loop.end_lineno + 1) for loop in loops))
