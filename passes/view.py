@@ -29,6 +29,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 
+from mok_compile.passes.pieces import product_of_pieces
+
 aten = torch.ops.aten
 
 
@@ -220,6 +222,10 @@ class View:
             op = aten.alias.default  # there is nothing to cut
         if _turns_back(op, args) and args[0].detached == detached:
             op, args = aten.alias.default, args[0].args[:1]
+        elif (product := None if kwargs else product_of_pieces(op, args, detached)) is not None:
+            x, matrix = product
+            turned = Meta(matrix.meta.dtype, matrix.meta.shape[::-1], matrix.meta.device)
+            op, args = aten.mm.default, (x, self._intern(node, aten.t.default, (matrix,), {}, 0, turned))
         # The dtype too: an in-place op keeps that of what it writes into, its functional form may not.
         key = (op, _hashable(args), _hashable(kwargs), index, detached, meta.dtype)
         value = self._interned.get(key)

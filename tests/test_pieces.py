@@ -1,0 +1,146 @@
+"""Experts that multiply by their matrices in pieces, as code does that was written for tensor parallelism."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from harness import check_refused
+from loops import E, H, I, Ranged
+from test_loop_spellings import stays
+from test_module_lists import check, fresh, tokens  # noqa: F401  `fresh` is a fixture
+from torch import nn
+from torch.nn import functional as F
+
+
+class Pieces(nn.Module):
+    """`size` of the pieces along the inner dimension. Subclasses differ in one detail."""
+
+    size = I // 2
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(H, I, bias=False), nn.Linear(H, I, bias=False)
+        self.down_proj = nn.Linear(I, H, bias=False)
+
+    def up(self, x, weight):
+        return torch.cat([F.linear(x, piece) for piece in weight.split(self.size)], dim=-1)
+
+    def down(self, h, weight):
+        pieces = zip(h.split(self.size, -1), weight.split(self.size, 1), strict=True)
+        return sum(F.linear(rows, piece) for rows, piece in pieces)
+
+    def forward(self, x):
+        h = F.silu(self.up(x, self.gate_proj.weight)) * self.up(x, self.up_proj.weight)
+        return self.down(h, self.down_proj.weight)
+
+
+class Uneven(Pieces):
+    size = 5  # 5, 5 and 2
+
+
+class Slices(Pieces):
+    def up(self, x, weight):
+        return torch.cat((x @ weight[:3].t(), x @ weight[3:-2].t(), x @ weight[-2:].transpose(0, 1)), 1)
+
+    def down(self, h, weight):
+        return F.linear(h[:, :7], weight[:, :7]) + F.linear(h[:, 7:], weight[:, 7:])
+
+
+class Chunks(Pieces):
+    def up(self, x, weight):
+        return torch.cat([F.linear(x, piece) for piece in weight.chunk(3)], dim=-1)
+
+    def down(self, h, weight):
+        a, b, c = (F.linear(*pair) for pair in zip(h.chunk(3, -1), weight.chunk(3, -1), strict=True))
+        return a + (b + c)
+
+
+class Filled(Ranged):
+    """Rows of all slots, filled in expert by expert."""
+
+    def moe(self, x, ids, weights):
+        rows = x.repeat_interleave(ids.shape[1], 0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            y[ids.flatten() == e] = expert(rows[ids.flatten() == e])
+        return (y.view(*ids.shape, -1) * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("block", [Ranged, Filled])
+@pytest.mark.parametrize("expert", [Pieces, Uneven, Slices, Chunks])
+def test_fused(expert, block):
+    check(block([expert() for _ in range(E)]))
+
+
+class AnotherOrder(Pieces):
+    def up(self, x, weight):
+        first, second = weight.split(self.size)
+        return torch.cat([F.linear(x, second), F.linear(x, first)], -1)
+
+
+class Crossed(Pieces):
+    def down(self, h, weight):
+        (a, b), (u, v) = h.split(self.size, -1), weight.split(self.size, 1)
+        return F.linear(a, v) + F.linear(b, u)
+
+
+class Twice(Pieces):
+    def down(self, h, weight):
+        (a, _), (u, _) = h.split(self.size, -1), weight.split(self.size, 1)
+        return F.linear(a, u) + F.linear(a, u)
+
+
+class LeftOut(Pieces):
+    def down(self, h, weight):
+        cuts = list(pairwise(range(0, I, 3)))  # not the last three
+        return sum(F.linear(h[:, a:b], weight[:, a:b]) for a, b in cuts)
+
+
+class OfTwo(Pieces):
+    """The second piece is that of another matrix."""
+
+    def up(self, x, weight):
+        return torch.cat([F.linear(x, weight[:6]), F.linear(x, self.gate_proj.weight[6:])], -1)
+
+
+class Cut(Pieces):
+    """One piece gets no gradient."""
+
+    def up(self, x, weight):
+        first, second = weight.split(self.size)
+        with torch.no_grad():
+            frozen = F.linear(x, second)
+        return torch.cat([F.linear(x, first), frozen], -1)
+
+
+class CutWeight(Pieces):
+    def up(self, x, weight):
+        with torch.no_grad():
+            second = weight[self.size :]
+        return torch.cat([F.linear(x, weight[: self.size]), F.linear(x, second)], -1)
+
+
+class Subtracted(Pieces):
+    def down(self, h, weight):
+        (a, b), (u, v) = h.split(self.size, -1), weight.split(self.size, 1)
+        return torch.add(F.linear(a, u), F.linear(b, v), alpha=-1)
+
+
+class Dense(nn.Module):
+    """Every expert on every token, so that no branch stands in the way of the graph."""
+
+    def __init__(self, expert):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(H, E), nn.ModuleList(expert() for _ in range(E))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        share = ((weights * (ids == e)).sum(-1, keepdim=True) for e in range(E))
+        return sum(mine * expert(x) for mine, expert in zip(share, self.experts, strict=True))
+
+
+@pytest.mark.parametrize("expert", [AnotherOrder, Crossed, Twice, LeftOut, OfTwo, Cut, CutWeight, Subtracted])
+def test_one_detail_wrong(expert):
+    x = tokens(9)
+    check_refused(Dense(expert).to(x.dtype), x, reason="no-match")
+    stays(Ranged([expert() for _ in range(E)]), x)
