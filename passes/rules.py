@@ -100,6 +100,8 @@ class Facts:
             if fact is None and value.meta.dtype.is_floating_point and any(self._inside(v) for v in value.inputs):
                 if value.op == "random":
                     raise Break("dropout", "random numbers, as dropout draws them, work between dispatch and combine")
+                if value.op in _NORMS and _past_down(self._of.get(value.args[0])):
+                    raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
                 raise Break("no-match", f"{_name(value)} is not understood between dispatch and combine")
             if isinstance(fact, self.differentiable) and any(self._otherwise(v, value) for v in value.inputs):
                 raise Break("no-match", f"gradients are switched off in a part of the block, around {_name(value)}")
@@ -153,6 +155,16 @@ class Facts:
     def _inside(self, value: Value) -> bool:
         """Whether `value` is known as rows between the up projection and the combine."""
         return isinstance(self._of.get(value), (Pointwise, Slim, Grid, Laid))
+
+
+# Functions of all numbers of a row, which no function of gate and up is.
+_NORMS = (aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default)
+
+
+def _past_down(fact: Fact | None) -> bool:
+    """Whether `fact` is of rows that went through both projections."""
+    rows = fact.rows if isinstance(fact, (Slim, Grid, Laid)) else fact
+    return isinstance(rows, Pointwise) and rows.level == 2
 
 
 def _is_result(fact: Fact) -> bool:

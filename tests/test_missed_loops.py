@@ -364,3 +364,10 @@ def test_blocks_in_one_of_torchs_own_modules(compiled):
     torch._dynamo.reset()
     compiled(model)(x)
     assert (counters["mok"]["fused"], counters["mok"]["missed"]) == (2, 0)
+
+
+@pytest.mark.parametrize("norm", [nn.Softmax(-1), nn.LayerNorm(H)], ids=["softmax", "layer norm"])
+def test_a_norm_at_the_end_of_each_expert_is_told(norm):
+    block = Ranged([nn.Sequential(nn.Linear(H, 24), nn.ReLU(), nn.Linear(24, H), norm) for _ in range(E)])
+    (site,) = explain(block)(tokens(9)).sites
+    assert (site.status, site.reason) == ("missed", "post-norm"), site

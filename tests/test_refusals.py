@@ -286,6 +286,24 @@ class OuterTensor(Moe):
         return super().activate(h) * self.scale
 
 
+class Normed(Moe):
+    """A norm over each row of the experts' outputs."""
+
+    norm = staticmethod(lambda rows: torch.softmax(rows, -1))
+
+    def project_down(self, rows, sorted_ids, offsets):
+        return self.norm(super().project_down(rows, sorted_ids, offsets))
+
+
+class LayerNormed(Normed):
+    norm = staticmethod(lambda rows: torch.nn.functional.layer_norm(rows, rows.shape[-1:]))
+
+
+@pytest.mark.parametrize("block", [Normed, LayerNormed])
+def test_norms_of_the_outputs(block):
+    check_open(block(), tokens(), detail="works on the output of the down projection")
+
+
 class LowRank(Moe):
     """LoRA beside the stacked weight of gate and up."""
 
