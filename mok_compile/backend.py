@@ -26,6 +26,7 @@ from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
 from mok_compile.integrations.counts import trace_again_if_for_nothing  # noqa: E402
 from mok_compile.integrations.loops import trace_again_if_wrong  # noqa: E402
 from mok_compile.integrations.missed import Loop, without_their_routers  # noqa: E402
+from mok_compile.integrations.places import name_places  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
@@ -58,7 +59,11 @@ class Backend:
 
     def tell(self, loop: Loop, mine: Options) -> None:
         """Called for a loop over experts at which the graph breaks. StrictError under ``mok.strict``."""
-        _tell(Report([loop.site()]), mine)
+        watched = dump.wanted(mine)
+        report = Report([loop.site(watched=watched)])
+        if watched:
+            dump.publish(report, mine)
+        _tell(report, mine)
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: forgets recorded CUDA graphs.
@@ -79,6 +84,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     trace_again_if_wrong(gm, example_inputs, mine)
     before = dump.code(gm) if watched else None
     report = Report(without_their_routers(fuse(gm, example_inputs, mine, watched)))
+    name_places(report.sites)
     trace_again_if_open(gm)
     trace_again_if_for_nothing(report.fused)
     report.graphs.append(dump.graph(before, dump.code(gm) if watched else None))

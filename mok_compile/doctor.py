@@ -172,7 +172,7 @@ def examine(
 
 def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[Report, str]:
     """The report, and what kept the model from running to its end."""
-    collector, failure = Collector(options), ""
+    collector, failure = Collector(options, model), ""
     watch()
     torch._dynamo.reset()
     with broken_graphs(collector, model):
@@ -183,7 +183,7 @@ def _trace(model: nn.Module, inputs: dict[str, Any], options: Options) -> tuple[
             failure = f"{type(error).__name__}: {' '.join(said[:2])[:200]}"
     torch._dynamo.reset()
     # The meta device runs nothing that depends on numbers; any other failure says nothing about the experts.
-    collector.add_unseen(model, surely=bool(failure) and not failure.startswith("NotImplementedError"))
+    collector.add_unseen(surely=bool(failure) and not failure.startswith("NotImplementedError"))
     return collector.report, failure
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import trace_again_if_wrong
 from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, without_their_routers
+from mok_compile.integrations.places import name_places
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
 from mok_compile.passes.source import lines_of, said_at
@@ -26,7 +28,7 @@ from mok_compile.passes.unclaimed import CAPACITY, buffers
 from mok_compile.passes.view import name_of
 from mok_compile.report import Report, Site
 from mok_compile.spec import ExpertsSpec
-from mok_compile.table import parts
+from mok_compile.table import NOWHERE, parts
 
 _CHOICES = {"topk", "sort", "argsort", "max", "argmax", "kthvalue", "multinomial"}
 _MASKS = {
@@ -65,16 +67,17 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
     watch()
 
     def run(*args: Any, **kwargs: Any) -> Report:
-        collector = Collector(mine)
+        caller = _caller(model)
+        module = _module(model) if caller is None else caller
+        collector = Collector(mine, module)
         refused.clear()
         with broken_graphs(collector, model):
-            if (module := _caller(model)) is not None:
+            if caller is not None:
                 with _compiled(module, collector):
                     model(*args, **kwargs)
             else:
-                module = _module(model)
                 torch.compile(_plain(model), backend=collector)(*args, **kwargs)
-        collector.add_unseen(module)
+        collector.add_unseen()
         return collector.report
 
     return run
@@ -86,8 +89,9 @@ class Collector:
 
     compiler_name = "mok"
 
-    def __init__(self, options: Options) -> None:
-        self.options, self.report = options, Report()
+    def __init__(self, options: Options, model: torch.nn.Module | None) -> None:
+        self.options, self.model, self.report = options, model, Report()
+        self._paths = {} if model is None else {module: path for path, module in model.named_modules()}
         self._loops: dict[torch.nn.Module, Loop] = {}
         self.breaks: list[GraphBreak] = []
         self._buffers: dict[int, str] = {}  # by the number of experts: what is said of them
@@ -98,6 +102,7 @@ class Collector:
         twin = fx.GraphModule(gm, _copy(gm))
         trace_again_if_wrong(twin, inputs, self.options)
         sites = without_their_routers(fuse(twin, inputs, self.options, watched=True))
+        name_places(sites, self._paths)
         trace_again_if_open(twin)
         trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))
         for node in gm.graph.nodes:  # of no graph that is traced again
@@ -134,27 +139,33 @@ class Collector:
         called = set().union(*self._calls.values())
         return not called & _CHOICES and bool(called & _SCORES) and self._called_by(code).isdisjoint(_MASKS)
 
-    def add_unseen(self, model: torch.nn.Module | None, surely: bool = False) -> None:
-        """Names the experts, of `model` where there is one, that ran without leaving a block in any graph: a loop in
+    def add_unseen(self, surely: bool = False) -> None:
+        """Names the experts, of the model where there is one, that ran without leaving a block in any graph: a loop in
         Python cut them. `surely`: only those that something is known of."""
+        model, paths = self.model, self._paths
         cut = [site for site in self.report.sites if site.cut_off]
         located = [parts(site.location) for site in self.report.sites if site not in cut]
         places, classes = {path for path, _, _ in located}, {cls for _, cls, _ in located}
 
-        def is_located(path: str, owner: torch.nn.Module) -> bool:
-            # Where the graph broke elsewhere, places start at the module whose frame was compiled: the class tells.
-            inside = path and f"{path}."
-            return type(owner).__name__ in classes or any(f"{place}.".startswith(inside) for place in places)
+        def holds_site(path: str) -> bool:
+            return any(f"{place}.".startswith(path and f"{path}.") for place in places)
 
-        paths = {} if model is None else {module: path for path, module in model.named_modules()}
+        def is_located(path: str, owner: torch.nn.Module) -> bool:
+            # Layers that share their compiled code are one site, which goes by the name of the first: the class tells.
+            return type(owner).__name__ in classes or holds_site(path)
+
         loops = {owner: loop for owner, loop in self._loops.items() if owner not in paths}
         for owner, path in paths.items():
             alike = next((loop for other, loop in self._loops.items() if type(other) is type(owner)), None)
             if owner in self._loops or (alike is not None and not is_located(path, owner)):
                 loops[owner] = self._loops.get(owner) or alike.of(owner)
-        found = [loop.site(paths.get(owner, "")) for owner, loop in loops.items()]
+        dumped = bool(self.options.dump)
+        found = [loop.site(paths.get(owner, ""), dumped) for owner, loop in loops.items()]
+        for site in found if dumped else ():
+            dump.publish(Report([site]), self.options)
         broke = bool(self.breaks) or any(note.startswith(_BREAK) for note in self.report.notes)
-        for path, owner in {} if model is None else _experts(model).items():
+        experts = {} if model is None else _experts(model)
+        for path, owner in experts.items():
             around = {parent for parent, name in paths.items() if f"{path}.".startswith(name and f"{name}.")}
             code = _code(owner)
             if code is None or is_located(path, owner) or not around.isdisjoint(loops):
@@ -162,14 +173,15 @@ class Collector:
             seen = self.has_seen(code)
             if seen or (broke and not surely):  # Dynamo gives a function up altogether if its graph breaks in a loop
                 found.append(self._unseen(model, path, owner, code, seen, broke))
-        if found:  # the same blocks, each under its own name
-            self.report.sites = [site for site in self.report.sites if site not in cut] + found
+        # The same blocks, each under its own name.
+        routers = [site for site in cut if found or any(map(holds_site, _nearest(site, experts)))]
+        self.report.sites = [site for site in self.report.sites if site not in routers] + found
 
     def _unseen(
         self, model: torch.nn.Module, path: str, owner: torch.nn.Module, code: types.CodeType, seen: bool, broke: bool
     ) -> Site:
         """The experts `owner` of `model`. `seen`: whether a graph holds any of them; `broke`: whether one broke."""
-        place = path or "(no module)"  # the model itself is one block
+        place = path or NOWHERE  # the model itself is one block
         file = code.co_filename.rpartition("site-packages/")[2]
         where = f"{place} [{type(owner).__name__}] {file}:{code.co_firstlineno}"
         if owner in refused:  # the loop was looked at
@@ -226,8 +238,17 @@ def _experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             found[owner] = model.get_submodule(owner)
         elif type(module).__name__.endswith("Experts") or path.rpartition(".")[2] == "experts":
             found[path] = module
-    # Every token passes through shared experts: they are no part of a block.
-    return {path: module for path, module in found.items() if "shared" not in path.lower()}
+    # Every token passes through shared experts: they are no part of a block. A wrapper around experts is none besides.
+    own = {path: module for path, module in found.items() if "shared" not in path.lower()}
+    return {path: m for path, m in own.items() if not any(other.startswith(f"{path}.") for other in own)}
+
+
+def _nearest(router: Site, experts: dict[str, torch.nn.Module]) -> list[str]:
+    """Of the paths of `experts`, those in the smallest module that holds one and the router."""
+    names = parts(router.location)[0].split(".")
+    both = {path: zip(names, path.split("."), strict=False) for path in experts}
+    shared = {path: len([*itertools.takewhile(lambda pair: pair[0] == pair[1], both[path])]) for path in experts}
+    return [path for path, count in shared.items() if count == max(shared.values())]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from mok_compile.spec import ExpertsSpec, dtype_name
 if TYPE_CHECKING:
     from mok_compile.dump.listing import Listing
     from mok_compile.engines import Problem
+    from mok_compile.integrations.missed import Loop
     from mok_compile.passes.extract import Slice
 
 # Stable codes: meaning, and what the user can do about it. docs/reasons.md explains each at more length.
@@ -20,7 +21,7 @@ REASONS = {
     "no-match": (
         "the graph around the experts is not one whose meaning could be proven",
         "the detail says where: spell it in a way that is known (docs/own_block.md), or file an issue with the site's "
-        "repro.py (mok.dump)",
+        "folder (mok.dump)",
     ),
     "dtype": (
         "dtypes inside the block differ in a way that fusing would change",
@@ -33,8 +34,8 @@ REASONS = {
     ),
     "activation": (
         "the activation uses values from outside the experts",
-        "make it a function of gate and up alone; apply scales and masks before or after the experts, "
-        "merge LoRA into the weights",
+        "make it a function of gate and up alone; apply scales and masks before or after the experts; merge adapters "
+        "such as LoRA into the weights (peft: merge_and_unload())",
     ),
     "dropout": (
         "dropout, or something else with random numbers, works inside the experts",
@@ -94,7 +95,7 @@ REASONS = {
     ),
     "verify": (
         "the fused block differs from the graph it would replace",
-        "file an issue with the site's repro.py (mok.dump); the block runs unfused meanwhile",
+        "file an issue with the site's folder (mok.dump); the block runs unfused meanwhile",
     ),
     "disabled": ("switched off by mok.enabled", "set mok.enabled to True, or MOK_ENABLED=1"),
 }
@@ -148,6 +149,7 @@ class Site:
     combine_detail: str = ""  # why the experts' rows alone were fused, not their weighted sum
     spread: Spread | None = None  # of an expert-parallel block
     cut_off: bool = False  # of a miss: a router, whose experts are not in its graph
+    loop: Loop | None = field(default=None, repr=False)  # that no graph holds; only when somebody watches
 
     @property
     def op(self) -> str:

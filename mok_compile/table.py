@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 _BLOCK, _ENGINE = 45, 10  # widths of the columns
 _COLOURS = {"fused": "\033[32m", "missed": "\033[31m", "head": "\033[1m", "dim": "\033[2m"}
+NOWHERE = "(no module)"  # instead of a path: the module that was compiled itself, or none
 _NUMBER = re.compile(r"(?<![^.\s])\d+(?![^.\s])")  # a part of a module path that is a number
 
 
@@ -32,7 +33,8 @@ class Row:
 
     @property
     def title(self) -> str:
-        return f"{self.block} (x{self.count})" if self.count > 1 else self.block
+        block = self.cls if self.block == NOWHERE and self.cls else self.block
+        return f"{block} (x{self.count})" if self.count > 1 else block
 
     @property
     def computes(self) -> str:

@@ -24,13 +24,14 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from mok_compile.passes.adapters import ADAPTER, PRODUCTS, adapters_in
 from mok_compile.passes.alike import check_quiet, check_types
 from mok_compile.passes.cut import Cut
 from mok_compile.passes.effects import Effects
-from mok_compile.passes.facts import Combined, Fact, Onto
+from mok_compile.passes.facts import Combined, Fact, Onto, Pointwise, Rows, Token
 from mok_compile.passes.reach import Reach
 from mok_compile.passes.record import Recorder
-from mok_compile.passes.rules import Break, _root, same
+from mok_compile.passes.rules import Break, _name, _root, same
 from mok_compile.passes.site import Block, _block
 from mok_compile.passes.standins import (
     Absent,
@@ -60,9 +61,13 @@ from mok_compile.passes.turn import (
     ChosenAt,
     Dropped,
     Hit,
+    Member,
     Occupied,
     Passed,
+    Slot,
+    Staged,
     Symbolic,
+    Turned,
     TurnFacts,
     Used,
     not_from_0,
@@ -71,6 +76,10 @@ from mok_compile.passes.view import Value, View
 
 aten, loop_ops = torch.ops.aten, torch.ops.mok_loop
 _MAX_PARTS = 4
+FIRST_ROWS = (
+    "the loop takes some of an expert's rows alone, such as the first so many: with such a capacity, tokens are left "
+    "out where an expert has more"
+)
 CAPACITY = (
     "the loop asks how many rows an expert has, and takes the first so many: with such a capacity, tokens are left out "
     "where an expert has more"
@@ -246,6 +255,41 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
+def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
+    """Why `value` is not known as the weighted sum of what experts give."""
+
+    def stop(reason: str, detail: str, at: Value) -> Break:
+        reason = "data-dependent" if reason == "no-match" and at.op in _ADDED else reason  # no expert computes that
+        return Break(reason, detail, next((node for node, made in view.made.items() if at in made), None))
+
+    def facts_behind(v: Value) -> list[Fact | None]:
+        return [facts.of(other) for other in v.inputs]
+
+    for added, _ in adapters_in(view.values):
+        return stop("activation", ADAPTER, added)
+    unknown = [v for v in view.values if facts.of(v) is None and v.op not in ("input", "opaque")]
+    for product in (v for v in unknown if v.op in PRODUCTS and v not in facts.broken):
+        of = facts_behind(product)
+        if any(isinstance(f, _ROWS) for f in of) and not any(isinstance(f, (*_ROWS, Member)) for f in of[1:]):
+            return stop("no-match", "the weight of a projection is computed inside of the loop", product)
+    if (broken := facts.broken.get(value)) is not None:
+        alike = (other.at for other in facts.broken.values() if other.detail == broken.detail)
+        return stop(broken.reason, broken.detail, min(alike, key=lambda v: v.number))
+    for v in unknown:
+        of = facts_behind(v)
+        if v.op in _TAKES and any(isinstance(f, _PLACES) for f in of):
+            return stop("routing", FIRST_ROWS, v)
+        if any(isinstance(f, _ROWS) for f in of):
+            return stop("no-match", f"{_name(v)} of an expert's rows is not understood", v)
+    return Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
+
+
+_ROWS = (Rows, Pointwise, Staged)
+# What says which rows are an expert's, and what takes some of a tensor's entries.
+_PLACES = (ChosenAt, Slot, Token, Turned)
+_TAKES = (aten.slice.Tensor, aten.index.Tensor, aten.index_select.default)
+
+
 class Pinned(Exception):
     """A size that was a symbol is a number from now on."""
 
@@ -310,13 +354,13 @@ class Turn:
                 return self._appended() if self.cut.appends else total
         except (Break, Split, Absent, _Domain):
             raise
-        except GuardOnDataDependentSymNode:
-            if self.cut.limits:
-                raise Break("routing", CAPACITY) from None
+        except GuardOnDataDependentSymNode as error:
             detail = "the loop depends on the number of an expert's rows otherwise than by skipping those without any"
-            raise Break("data-dependent", detail) from None
+            stop = Break("routing", CAPACITY) if self.cut.limits else Break("data-dependent", detail)
+            raise stop.with_traceback(error.__traceback__) from None
         except Exception as error:  # whatever foreign code raises where it meets what it does not expect
-            raise Break("data-dependent", f"the loop does something unusual: {type(error).__name__}: {error}") from None
+            stop = Break("data-dependent", f"the loop does something unusual: {type(error).__name__}: {error}")
+            raise stop.with_traceback(error.__traceback__) from None
 
     def unchanged(self, result: torch.Tensor | None) -> bool:
         """Whether nothing but rows that are none were added, or zeros."""
@@ -372,13 +416,11 @@ class Turn:
             self._check_idle(view, facts)
             return Part(lo, hi)
         fact = facts.of(value)
-        if value in facts.broken:
-            raise Break(facts.broken[value].reason, facts.broken[value].detail)
         rate = 0.0
         if isinstance(fact, Dropped):
             fact, rate = _undropped(fact), fact.rate
         if not isinstance(fact, (Combined, Passed)):
-            raise Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
+            raise _unproven(value, view, facts)
         if not self.cut.appends:
             self._check_base(view, facts, fact.base)
         self._check_all_hit(view, facts, fact.rows.ids)

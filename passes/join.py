@@ -18,6 +18,7 @@ from mok_compile.passes.rules import Break
 from mok_compile.passes.site import Block, tensors_of
 from mok_compile.passes.substitute import Insertion, Substitution, _erase
 from mok_compile.passes.view import Cell, Value, View
+from mok_compile.spec import dtype_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,10 @@ class Joined(Insertion):
 def join(substitution: Substitution, insertion: Insertion, router: Router) -> Joined:
     """`insertion` with the router in its op. Break("router" or "mutation") if that cannot be; it is then as before."""
     block, view = insertion.block, substitution.view
+    for value in router.operands:
+        if value.op is torch.ops.aten._to_copy.default and view.holder(value, block.final) is None:
+            dtype = dtype_name(value.meta.dtype)
+            raise Break("router", f"what it multiplies is cast to {dtype} inside its product, as autocast does")
     region = region_of(block, router, view)
     read = _read_outside(substitution, insertion, region)
     shapes = {node: _shape(value) for node, value in read.items()}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mok_compile.passes.rules import Break
+from mok_compile.passes.source import trace_of_caller
 
 aten = torch.ops.aten
 
@@ -143,6 +144,7 @@ class Recorder(TorchDispatchMode):
         given = tree_map(self._given, (args, kwargs))
         node = self.graph.call_function(func, *given)
         node.meta["example_value"] = out
+        node.meta["stack_trace"] = trace_of_caller()
         if func is torch.ops.mok_loop.nonzero.default and self.rows is not None:
             self.places.append(node)
         if isinstance(out, torch.Tensor):

@@ -612,10 +612,6 @@ def _identity(facts, value, a, *args, **kwargs):
     return facts.of(a)
 
 
-LOW_RANK = (
-    "rows go through two matrices with nothing between them, as LoRA adds it to a projection: merged into the weight "
-    "(weight + scale * b @ a) it is one product"
-)
 CUT = "the graph is cut by detach() inside the block"
 
 
@@ -747,7 +743,7 @@ def _projected(value: Value, source: Rows | Pointwise, weight: Weight | Matrix, 
         raise Break("subclass", "weights or activations are a tensor subclass (DTensor, quantised, ...)")
     projection = Projection(source, weight, ids)
     if projection.level > 2:
-        raise Break("no-match", "a third projection follows the down projection, as a LoRA path beside it would")
+        raise Break("no-match", "a third projection follows the down projection")
     carried = source.weight if isinstance(source, Pointwise) else None
     leaf = act.Expr("column", (Column(projection, "all"),))
     return Pointwise(leaf, ids, source.k, source.order, carried, frozenset([value.meta.dtype]))
@@ -920,9 +916,10 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
     base = left if isinstance(left, Pointwise) else right
     if not isinstance(base, Pointwise):
         return None
-    drawn = any(map(_is_random, (a, b)))
+    drawn = any(map(is_random, (a, b)))
     if base.level > 1:
-        raise _past(base, "dropout, or something else with random numbers," if drawn else _name(value))
+        what = "dropout, or something else with random numbers," if drawn else _name(value)
+        raise Break("post-norm", f"{what} works on the output of the down projection")
     sides = []
     for fact, operand in ((left, a), (right, b)):
         number = fact.number if isinstance(fact, Full) else _number(operand)
@@ -940,15 +937,7 @@ def _arithmetic(value: Value, combine: Callable, left, right, a, b) -> Fact | No
     return replace(base, expr=combine(*sides), dtypes=dtypes)
 
 
-def _past(rows: Pointwise, what: str) -> Break:
-    """Why `what` cannot work on `rows`, which went through two projections."""
-    sources = [column.projection.source for column in rows.columns if column.projection.level == 2]
-    if any(source.bare is not None for source in sources):
-        return Break("activation", LOW_RANK)
-    return Break("post-norm", f"{what} works on the output of the down projection")
-
-
-def _is_random(value: Any) -> bool:
+def is_random(value: Any) -> bool:
     """Whether `value` is nothing but random numbers, scaled."""
     while isinstance(value, Value):
         if value.op == "random":
@@ -971,7 +960,7 @@ def _function(facts: Facts, value: Value, a: Value, function: Callable) -> Fact 
     if fact.weight is not None:
         raise Break("activation", f"{_name(value)} is applied after the routing weights")
     if fact.level > 1:
-        raise _past(fact, _name(value))
+        raise Break("post-norm", f"{_name(value)} works on the output of the down projection")
     return replace(fact, expr=function(fact.expr), dtypes=fact.dtypes | {value.meta.dtype})
 
 

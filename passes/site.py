@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mok_compile import activation as act
+from mok_compile.passes.adapters import ADAPTER, adapters_in
 from mok_compile.passes.chosen import are_chosen, experts_on_every_token, is_soft, rows_behind
 from mok_compile.passes.facts import (
     EVERY,
@@ -161,7 +162,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     rest = [anchor for anchor in anchors if anchor not in fused]
     misses = []
     for miss in _misses(rest, broken, view, facts):
-        opened, left = _open_blocks(miss, view, facts)
+        opened, left = ([], miss) if miss.detail == ADAPTER else _open_blocks(miss, view, facts)
         blocks += opened
         misses += [left] if left.anchors else []
     misses += _unclaimed(graph, [*blocks, *misses], view, facts)
@@ -497,7 +498,12 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
             groups[-1].append(anchor)
         else:
             groups.append([anchor])
+    adapted = {one: added for added, one in adapters_in(view.values)} if groups else {}
     for group in groups:
+        added = next((adapted[v] for anchor in group for v in view.made[anchor] if v in adapted), None)
+        if added is not None:
+            yield Miss(tuple(group), "activation", ADAPTER, _node_of(added, view, group[0]))
+            continue
         soft = next((n for n in _behind_all(group) for v in view.made.get(n, ()) if is_soft(v, facts)), None)
         if soft is not None:
             yield Miss(tuple(group), "soft", "these weights of all experts come from no choice among them", soft)
@@ -583,6 +589,10 @@ def _node_of(value: Value, view: View, otherwise: fx.Node) -> fx.Node:
     return next((node for node, made in view.made.items() if value in made), otherwise)
 
 
+# A step of a path as Dynamo writes it where it went through no attribute: `[0]`, `_modules['0']`, `['_modules']['0']`.
+_STEP = re.compile(r"(?:\.?__dict__)?(?:\.?_modules|\['_modules'\])?\['(\w+)'\]|\[(\d+)\]")
+
+
 def module_of(*nodes: fx.Node) -> tuple[str, str]:
     """Path and class name of the innermost module that all `nodes` were traced in; empty where there is none."""
     stacks = [list((node.meta.get("nn_module_stack") or {}).values()) for node in nodes]
@@ -590,7 +600,8 @@ def module_of(*nodes: fx.Node) -> tuple[str, str]:
     if not shared:
         return "", ""
     path, cls = shared[-1]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)  # the variable that held the model
+    path = re.sub(r"^L\['\w+'\]", "", path)  # the variable that held the model
+    path = _STEP.sub(r".\1\2", path).removeprefix(".")
     return path, getattr(cls, "__name__", str(cls).rpartition(".")[2])
 
 

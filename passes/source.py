@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import re
+import sys
+import traceback
+import types
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +56,29 @@ def _innermost(trace: str) -> Source | None:
     code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
     file = match["file"].rpartition(f"site-packages{os.sep}")[2]
     return Source(file, int(match["line"]), match["function"], code)
+
+
+def trace_of_caller() -> str:
+    """The line outside of torch and of this package that runs now, as the ``stack_trace`` of a node has it."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_inside(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else _trace(frame.f_code, frame.f_lineno)
+
+
+def line_of_error(error: BaseException) -> Source | None:
+    """The innermost line outside of torch and of this package that `error` went through."""
+    steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__) if not _is_inside(f.f_code)]
+    return _innermost(_trace(*steps[-1])) if steps else None
+
+
+def _is_inside(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(INSIDE)
+
+
+def _trace(code: types.CodeType, line: int) -> str:
+    text = linecache.getline(code.co_filename, line).strip()
+    return f'File "{code.co_filename}", line {line}, in {code.co_name}\n  {text}\n'
 
 
 def lines_of(node: fx.Node) -> frozenset[tuple[str, int]]:

@@ -24,6 +24,7 @@ from mok_compile.spec import dtype_name
 
 _LAYS_OUT = ("_add_batch_dim",)  # torch.func.vmap: the first dimension is still there, but no longer to be seen
 _WRITES = ("setitem",)
+_MATMULS = ("mm", "matmul", "linear", "einsum")
 _JOINS = ("add", "iadd", "add_", "sub", "isub", "sub_", "cat", "concat")
 DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
@@ -79,14 +80,14 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
         if met:
             placed = _placed(nodes[start:end], after, experts)
             reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
-            rounded = next((node for node in found if _is_narrow(node, products)), None)
+            rounded = next(_rounded(found, products, set(nodes[start:end])), None)
             if placed is not None:
                 reason, detail = "routing", CAPACITY
             elif reason == "no-match" and all(node.op == "output" for node in met):
                 reason, detail = "split", APART
             elif reason == "no-match" and rounded is not None:
-                narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in (rounded, products[rounded][0]))
-                yield Unclaimed(rounded, "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
+                narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in rounded)
+                yield Unclaimed(rounded[0], "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
                 continue
             yield Unclaimed(placed or choice, reason, detail.format(experts=experts), tuple(found))
 
@@ -218,11 +219,32 @@ def _lists(near: list[fx.Node], products: dict, experts: int) -> list[fx.Node]:
     return [node for users in by_shape.values() if len(users) >= experts for node in users.values()]
 
 
-def _is_narrow(product: fx.Node, products: dict) -> bool:
-    """Whether the values of a product are narrower than the matrix that it begins with, as autocast has them."""
-    value, matrix = (node.meta.get("example_value") for node in (product, products[product][0]))
-    both = all(isinstance(t, torch.Tensor) and t.dtype.is_floating_point for t in (value, matrix))
-    return both and value.dtype.itemsize < matrix.dtype.itemsize
+def _rounded(found: list[fx.Node], products: dict, among: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of the nodes in `found`, and of the products `among` all of what these have picked out of a stack, those whose
+    values are narrower than the matrix that they begin with, as autocast has them; with that matrix."""
+    for node in found:
+        matrix = products[node][0]
+        if _is_narrow(node, matrix):
+            yield node, matrix
+        pending, seen = [] if _multiplies(node) else [node], {node}
+        while pending:
+            for user in pending.pop().users:
+                if _multiplies(user):
+                    yield from [(user, matrix)] if _is_narrow(user, matrix) else []
+                elif user not in seen and user in among and not _is_narrow(user, matrix):
+                    seen.add(user)
+                    pending.append(user)
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and any(part in name_of(node) for part in _MATMULS)
+
+
+def _is_narrow(node: fx.Node, matrix: fx.Node) -> bool:
+    """Whether the values of `node` are narrower than those of `matrix`."""
+    both = [n.meta.get("example_value") for n in (node, matrix)]
+    alike = all(isinstance(t, torch.Tensor) and t.dtype.is_floating_point for t in both)
+    return alike and both[0].dtype.itemsize < both[1].dtype.itemsize
 
 
 def _related(node: fx.Node, step) -> set[fx.Node]:

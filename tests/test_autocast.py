@@ -4,6 +4,11 @@ import pytest
 import torch
 from blocks import Fixed, Moe, grouped, routing, tokens
 from harness import Fused, assert_close, gradients
+from loops import Hit
+from torch import nn
+from torch.nn import functional as F
+
+from mok_compile import explain
 
 
 class Autocast(Moe):
@@ -86,3 +91,46 @@ def test_float16():
     fused = Fused(model)
     compare(model, fused, tokens(dtype=torch.float16), ids, weights, tolerance=1e-2)
     assert fused.counts() == (1, 0), fused.report
+
+
+class Gathered(nn.Module):
+    """Matrices that are picked by number, which autocast casts inside of the products."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, 16, 12)), nn.Parameter(torch.randn(8, 12, 16))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        return (self.products(x, self.up[ids], self.down[ids]) * weights[..., None]).sum(1)
+
+    def products(self, x, up, down):
+        return torch.einsum("tki,tkih->tkh", F.silu(torch.einsum("th,tkhi->tki", x, up)), down)
+
+
+class Batched(Gathered):
+    def products(self, x, up, down):
+        rows = x[:, None].expand(-1, 2, -1).reshape(-1, 1, 16)
+        hidden = F.silu(torch.bmm(rows, up.flatten(0, 1)))
+        return torch.bmm(hidden, down.flatten(0, 1)).view(-1, 2, 16)
+
+
+@pytest.mark.parametrize("make", [Gathered, Batched])
+def test_products_with_gathered_matrices_say_that_they_are_rounded(make):
+    x = torch.randn(9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        (site,) = explain(make())(x).sites
+    assert (site.status, site.reason) == ("missed", "dtype") and "rounded to bfloat16" in site.detail, site
+    torch._dynamo.reset()
+    assert explain(make())(x).fused == 1
+
+
+def test_a_router_whose_operands_are_cast_inside_its_product_stays_outside():
+    model, x = Hit(), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        (site,) = explain(model)(x).sites
+        torch._dynamo.reset()
+        fused, wanted = Fused(model, fullgraph=False)(x), model(x)
+    assert (site.status, site.reason) == ("fused", "router") and "as autocast does" in site.router_detail, site
+    assert_close(fused, wanted, 3e-2, "output")

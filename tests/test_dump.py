@@ -389,6 +389,39 @@ class LoopedExperts(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["explain", "compile"])
+def test_a_loop_has_a_folder_of_its_own(tmp_path, monkeypatch, compiled):
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, gm, inputs: gm.forward)
+    model = LoopedExperts()
+    inputs = torch.randn(6, HIDDEN), torch.rand(6, 4).topk(2).indices, torch.rand(6, 2)
+    options = {"mok.dump": str(tmp_path)}
+    call = torch.compile(model, backend="mok", options=options) if compiled else mok_compile.explain(model, options)
+    call(*inputs)
+    (text,) = tmp_path.glob("*/site_00/loop.txt")
+    said = text.read_text()
+    assert "# missed: (no module) [LoopedExperts] " in said and "# data-dependent: the Python loop" in said
+    assert "token, slot = torch.where(ids == e)" in said and "(0-3): 4 x Linear" in said
+    report = json.loads((text.parent.parent / "report.json").read_text())
+    assert [site["reason"] for site in report["sites"]] == ["data-dependent"]
+    page = (text.parent.parent / "index.html").read_text()
+    assert "token, slot = torch.where(ids == e)" in page and not (text.parent.parent / "before.py").exists()
+    assert text.parent.parent.name in (tmp_path / "index.html").read_text()
+
+
+def test_no_script_stands_for_a_loop_that_follows_its_router(tmp_path):
+    """All that the graph holds is the router."""
+
+    def route(x, gate, experts):
+        weights, ids = (x @ gate).softmax(-1).topk(2)
+        return sum(experts[e](x) * weights[:, :1] for e in set(ids.flatten().tolist()))
+
+    experts = [nn.Linear(HIDDEN, HIDDEN) for _ in range(4)]
+    gate = nn.Parameter(torch.randn(HIDDEN, 4))
+    report = mok_compile.explain(route, {"mok.dump": str(tmp_path)})(torch.randn(6, HIDDEN), gate, experts)
+    assert [site.cut_off for site in report.sites] == [True]
+    assert list(tmp_path.glob("*/site_00/slice.txt")) and not list(tmp_path.rglob("repro.py"))
+
+
 def test_experts_that_loop_in_python_are_named():
     class Layer(nn.Module):
         def __init__(self):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from loops import E, H, Hit, K, Mlp, Plain, Ranged
+from loops import E, H, Hit, I, K, Mlp, Plain, Ranged
 from test_module_lists import fresh, tokens  # noqa: F401  `fresh` is a fixture
 from torch import nn
 from torch._dynamo.utils import counters
@@ -157,11 +157,30 @@ class EachToken(Ranged):
         return torch.stack(rows)
 
 
+class Merged(Mlp):
+    """An adapter that is added to the weight wherever that is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, H)), nn.Parameter(torch.randn(I, 2))
+
+    def forward(self, x):
+        up = F.linear(x, self.up_proj.weight + self.b @ self.a)
+        return self.down_proj(F.silu(self.gate_proj(x)) * up)
+
+
 LOOPS = {
     "a hook": (with_hook, "hooks", "hook"),
     "two makes": (of_two_makes, "layout", "experts 0 and 1 are not alike"),
     "dropout": (lambda: Ranged([Plain(0.5) for _ in range(E)]), "dropout", "dropout"),
-    "the first rows": (First, "data-dependent", "not proven to be its experts' outputs"),
+    "the first rows": (First, "routing", "t, k = t[:3], k[:3]"),
+    "a norm first": (lambda: Ranged([nn.Sequential(nn.LayerNorm(H), Mlp()) for _ in range(E)]), "no-match", "_norm of"),
+    "a norm inside": (lambda: Ranged([Mlp(act=nn.LayerNorm(I)) for _ in range(E)]), "no-match", "native_layer_norm"),
+    "weights that are computed": (
+        lambda: Ranged([Merged() for _ in range(E)]),
+        "no-match",
+        "up = F.linear(x, self.up_proj.weight + self.b @ self.a)",
+    ),
     "counts in a buffer": (CountsInABuffer, "mutation", "writes self.load"),
     "counts on itself": (CountsOnItself, "mutation", "writes self.seen"),
     "counts in a list": (CountsInAList, "interior-use", "sizes, y"),
@@ -190,7 +209,8 @@ def test_one_reason_everywhere(name, compiled, caplog):
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a block was left unfused") as error:
         compiled(model, **{"mok.strict": True})(tokens(2, 9))
     assert isinstance(error.value.inner_exception, backend.StrictError)
-    assert detail in " ".join(str(error.value).split())
+    told = " ".join(str(error.value).split())
+    assert detail in told and f"MISSED {type(model).__name__} " in told
 
 
 class Layers(nn.Module):

@@ -1,6 +1,7 @@
 """Where reports go besides the log: the dump folder and, for tlparse, torch's structured trace.
 
-A folder for each process and graph: ``<pid>[_rank<r>]_<number>``. docs/dumps.md describes the files.
+A folder for each process and graph, or loop that no graph holds: ``<pid>[_rank<r>]_<number>``. docs/dumps.md describes
+the files.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def rank() -> int | None:
 
 
 def publish(report: Report, options: Options) -> None:
-    """Writes the files of the last graph of `report`, and the same as trace artifacts. Never raises: a picture of the
-    compile must not end the compile."""
+    """Writes the files of the last graph of `report`, or of its loops if it has no graphs, and the same as trace
+    artifacts. Never raises: a picture of the compile must not end the compile."""
     try:
         from mok_compile.dump.files import files  # the page and the scripts are needed by those who look only
 

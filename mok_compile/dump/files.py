@@ -15,32 +15,33 @@ from mok_compile._version import __version__
 from mok_compile.dump.page import page
 from mok_compile.dump.repro import script
 from mok_compile.options import Options
-from mok_compile.report import Report, Site
+from mok_compile.report import Graph, Report, Site
 
 SCHEMA = 1  # of report.json; docs/dumps.md
 
 
 def files(report: Report, options: Options) -> dict[str, str]:
-    """All files for the last graph of `report`; those of a site lie in ``site_<number>/``."""
-    graph = report.graphs[-1]
-    sites = [site for site in report.sites if site.graph == len(report.graphs) - 1]
+    """All files for the last graph of `report`, or for its loops if it has no graphs; those of a site lie in
+    ``site_<number>/``."""
+    graph = report.graphs[-1] if report.graphs else Graph("", "")
+    sites = [site for site in report.sites if site.graph == max(0, len(report.graphs) - 1)]
     summary = report_json(report, sites, options)
-    diff = difflib.unified_diff(
-        graph.before.splitlines(keepends=True), graph.after.splitlines(keepends=True), "before.py", "after.py", n=3
-    )
-    made = {
-        "before.py": graph.before,
-        "after.py": graph.after,
-        "diff.txt": "".join(diff),
-        "report.json": json.dumps(summary, indent=2),
-    }
-    scripts = {}
+    made = {"report.json": json.dumps(summary, indent=2)}
+    if report.graphs:
+        lines = (text.splitlines(keepends=True) for text in (graph.before, graph.after))
+        diff = difflib.unified_diff(*lines, "before.py", "after.py", n=3)
+        made |= {"before.py": graph.before, "after.py": graph.after, "diff.txt": "".join(diff)}
+    scripts, texts = {}, {}
     for i, site in enumerate(sites):
+        if site.loop is not None:
+            texts[i] = made[f"site_{i:02d}/loop.txt"] = site.loop.text(site)
         if site.slice is None:
             continue
         made[f"site_{i:02d}/slice.txt"] = slice_text(site)
+        if site.cut_off:  # the graph holds nothing of the block
+            continue
         scripts[i] = made[f"site_{i:02d}/repro.py"] = script(site, options.engine, "repro.py")
-    made["index.html"] = page(graph, sites, summary, scripts)
+    made["index.html"] = page(graph, sites, summary, scripts, texts)
     return made
 
 

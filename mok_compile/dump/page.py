@@ -17,13 +17,16 @@ CONTEXT = 3  # unchanged nodes shown around a change
 _LEFT = re.compile(r'^(\w+)(: "(.*?)")?( = |$)')
 
 
-def page(graph: Graph, sites: list[Site], summary: dict[str, Any], scripts: dict[int, str]) -> str:
-    """The page of one graph. `scripts` are the repro scripts of the sites that have one."""
+def page(
+    graph: Graph, sites: list[Site], summary: dict[str, Any], scripts: dict[int, str], loops: dict[int, str]
+) -> str:
+    """The page of one graph, or of a loop that no graph holds. `scripts` are the repro scripts of the sites that have
+    one, `loops` what there is to read of those that are loops."""
     body = [
         _header(summary),
         _legend(sites),
         f"<section><h2>Sites</h2>{_sites(sites)}</section>" if sites else _nothing(),
-        *(_site(i, site, scripts.get(i)) for i, site in enumerate(sites)),
+        *(_site(i, site, scripts.get(i), loops.get(i)) for i, site in enumerate(sites)),
     ]
     if graph.listings is not None:
         body.append("<section><h2>Graph, before and after</h2>")
@@ -100,7 +103,7 @@ def _sites(sites: list[Site]) -> str:
     return f'<table class="sites">{head}{"".join(rows)}</table>'
 
 
-def _site(number: int, site: Site, script: str | None) -> str:
+def _site(number: int, site: Site, script: str | None, loop: str | None) -> str:
     """What was proven of one site, and for a miss what stopped the proof."""
     path = table.parts(site.location)[0]
     parts = []
@@ -118,6 +121,8 @@ def _site(number: int, site: Site, script: str | None) -> str:
         parts.append(_facts(site))
     if script is not None:
         parts.append(_details("repro.py: this block alone, with random inputs", f"<pre>{_text(script)}</pre>"))
+    if loop is not None:
+        parts.append(_details("loop.txt: the module of this loop, and its code", f"<pre>{_text(loop)}</pre>"))
     opened = " open" if site.status == "missed" or number == 0 else ""
     head = f'<span class="badge {site.status}">{site.status}</span> <code>{_text(path)}</code>'
     return f'<details class="site" id="site-{number}"{opened}><summary>{head}</summary>{"".join(parts)}</details>'

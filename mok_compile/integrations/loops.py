@@ -361,7 +361,7 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
     from mok_compile.integrations.guards import guard
     from mok_compile.integrations.proofs import proven
-    from mok_compile.passes.iteration import Known, understand
+    from mok_compile.passes.iteration import Known
     from mok_compile.passes.one_hot import is_blank, is_distinct, is_one_hot
     from mok_compile.passes.rules import Break
 
@@ -387,13 +387,13 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
             cut,
             owner,
             (*live, known.masks, known.distinct, known.blank, known.counted, known.sized, engine),
-            lambda reach: _written(understand(cut, owner, live, known, reach), owner, engine),
+            lambda reach: _proof(cut, owner, live, known, engine, reach),
         )
         guard(owner, source, reach)
     except Break as stop:
         # Where the graph then breaks, the loop comes again, in a frame that knows less.
         if not alone:
-            refused.setdefault(owner, (_code(stop), stop.detail))
+            refused.setdefault(owner, (stop.reason, stop.detail))
         log.debug("mok-compile: a loop in %s stays a loop: %s", type(owner).__name__, stop.detail)
         return None
     except Exception as error:  # a bug of ours must not end the user's compile
@@ -407,22 +407,38 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
 
 def _refusal(cut: Any, live: tuple, known: Any, engine: str, other: torch.nn.Module) -> tuple[str, str] | None:
     """Why the loop of `cut` stays one in a module that nothing was traced for; None if it would not."""
-    from mok_compile.passes.iteration import understand
     from mok_compile.passes.reach import Reach
     from mok_compile.passes.rules import Break
 
     try:
-        _written(understand(cut, other, live, known, Reach(other, cut.probe)), other, engine)
+        _proof(cut, other, live, known, engine, Reach(other, cut.probe))
     except Break as stop:
-        return _code(stop), stop.detail
+        return stop.reason, stop.detail
     except Exception as error:  # as in _plan
         return DATA_DEPENDENT, f"the loop could not be analysed: {error!r}"
     return None
 
 
-def _code(stop: Any) -> str:
-    """The reason code of a loop that is not proven: that of the graph's break where the proof has none of its own."""
-    return DATA_DEPENDENT if stop.reason == "no-match" else stop.reason
+def _proof(cut: Any, owner: torch.nn.Module, live: tuple, known: Any, engine: str, reach: Any) -> tuple:
+    """What `run` has to call. Break with what the user is told where that is not proven."""
+    from mok_compile.passes.iteration import understand
+    from mok_compile.passes.rules import Break
+
+    try:
+        return _written(understand(cut, owner, live, known, reach), owner, engine)
+    except Break as stop:
+        raise Break(*_said(stop)) from None
+
+
+def _said(stop: Any) -> tuple[str, str]:
+    """Reason code and sentence of a loop that is not proven, with the line where that showed. The code is that of the
+    graph's break, unless the proof ended at something that the experts compute."""
+    from mok_compile.passes.source import line_of_error, source_of
+
+    source = line_of_error(stop) if stop.at is None else source_of(stop.at)
+    line = "" if source is None else f" (at {source}{source.code and ': '}{source.code})"
+    reason = DATA_DEPENDENT if stop.reason == "no-match" and stop.at is None else stop.reason
+    return reason, f"{stop.detail}{line}"
 
 
 def _is_given(node: torch.fx.Node | None) -> bool:

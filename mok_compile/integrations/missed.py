@@ -11,15 +11,17 @@ import inspect
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mok_compile._version import __version__
 from mok_compile.integrations.tracing import backend_of
 from mok_compile.passes.cut import Cut, Uncut
 from mok_compile.report import Site
+from mok_compile.table import NOWHERE
 
 if TYPE_CHECKING:
     from mok_compile.options import Options
@@ -52,11 +54,34 @@ class Loop:
         reason, detail = (self.reason, self.detail) if self.prove is None else self.prove(other) or shared
         return Loop(other, self.place, reason, detail)
 
-    def site(self, path: str = "") -> Site:
-        """`path`: of the owner in its model, where that is known."""
+    def site(self, path: str = "", watched: bool = False) -> Site:
+        """`path`: of the owner in its model, where that is known; `watched`: whether somebody will look at the code."""
         file = self.place.file.rpartition("site-packages/")[2]
-        where = f"{path or '(no module)'} [{type(self.owner).__name__}] {file}:{self.place.lines.start}"
-        return Site("missed", self.reason, f"the Python loop over these experts breaks the graph: {self.detail}", where)
+        where = f"{path or NOWHERE} [{type(self.owner).__name__}] {file}:{self.place.lines.start}"
+        detail = f"the Python loop over these experts breaks the graph: {self.detail}"
+        return Site("missed", self.reason, detail, where, loop=self if watched else None)
+
+    def text(self, site: Site) -> str:
+        """What there is to read of the loop, whose `site` this is: why it is one, its module, and the code of that and
+        of all modules in it."""
+        return "\n".join((*self._lines(site), ""))
+
+    def _lines(self, site: Site) -> Iterator[str]:
+        yield f"# {site.status}: {site.location}"
+        yield f"# {site.reason}: {site.detail}"
+        yield f"# what to do: {site.cure}"
+        yield f"# mok-compile {__version__}, torch {torch.__version__}"
+        yield from ("", repr(self.owner))
+        for cls in dict.fromkeys(type(module) for module in self.owner.modules()):
+            if cls.__module__.partition(".")[0] == "torch":
+                continue
+            try:
+                lines, first = inspect.getsourcelines(cls)
+            except (OSError, TypeError):  # made where no source is kept
+                yield from ("", f"# {cls.__qualname__}: no source")
+                continue
+            file = (inspect.getsourcefile(cls) or "").rpartition("site-packages/")[2]
+            yield from ("", f"# {cls.__qualname__}, {file}:{first}", "".join(lines).rstrip())
 
 
 def watch() -> None:
