@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import re
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, witho
 from mok_compile.integrations.places import name_places
 from mok_compile.options import Options, split
 from mok_compile.passes.fuse import fuse
-from mok_compile.passes.source import lines_of, said_at
+from mok_compile.passes.source import INSIDE, lines_of, said_at
 from mok_compile.passes.unclaimed import CAPACITY, buffers
 from mok_compile.passes.view import name_of
 from mok_compile.report import Report, Site
@@ -48,6 +49,10 @@ _CHECKPOINTED = (
     "layer in eager mode"
 )
 _SOFT = "every token goes through all of these experts: no graph makes a choice among them, as top-k does"
+_NO_TRACE = (
+    "torch itself cannot trace this grouped matmul, so that torch.compile ends in an error under any backend (in "
+    "bfloat16 it can; else gather the weights, or write a loop)"
+)
 _DIRECT = "the model calls the op itself, outside of any graph"
 _UNPROVEN = (
     "a graph holds these experts, but nothing in it is known as a choice of experts for each token and as the weighted "
@@ -60,7 +65,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
 
     `model` is a function or a module, compiled or not, or a method that calls a module several times, such as
     ``model.generate``; it runs in eager mode, its compiled state is left alone. `options` are the backend's;
-    ``mok.strict`` is not applied.
+    ``mok.strict`` is not applied. Errors are those of the model, and of torch where it cannot trace it.
     """
     mine, rest = split(options)
     torch._TorchCompileInductorWrapper(None, rest, None)  # says which of them Inductor does not know
@@ -71,7 +76,7 @@ def explain(model: Callable, options: dict[str, Any] | None = None) -> Callable[
         module = _module(model) if caller is None else caller
         collector = Collector(mine, module)
         refused.clear()
-        with broken_graphs(collector, model):
+        with broken_graphs(collector, model), _untraceable(collector.report):
             if caller is not None:
                 with _compiled(module, collector):
                     model(*args, **kwargs)
@@ -272,6 +277,20 @@ def broken_graphs(collector: Collector, model: Callable) -> Iterator[None]:
             report.notes.append(note)
     if not any(note.startswith(_BREAK) for note in report.notes):  # numbers that only the data tells are not counted
         report.notes += dict.fromkeys(f"{_BREAK} {end.why}, at {end}" for end in collector.breaks)
+
+
+@contextlib.contextmanager
+def _untraceable(report: Report) -> Iterator[None]:
+    """Makes a miss of a grouped matmul that torch itself ends the compile at, as it does with those in float32."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        said = re.search(r"grouped_mm.*? got RuntimeError\((['\"])(.*?)\1\)", str(error), re.S)
+        if said is None:
+            raise
+        frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(INSIDE)]
+        line = f" {frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}" if frames else ""
+        report.sites.append(Site("missed", "dtype", f"{_NO_TRACE}: {said[2]}", f"{NOWHERE}{line}"))
 
 
 @contextlib.contextmanager

@@ -27,19 +27,30 @@ def check_quiet(owner: torch.nn.Module, reads: tuple[str, ...]) -> None:
 
 
 def check_types(reach: Reach) -> None:
-    """No code asks of what type a tensor is: in a proof it is another than in eager mode."""
+    """No code asks of what type a tensor is, or whether it is a fake one: in a proof it is another than in eager
+    mode."""
     for function in reach.functions:
         if function.__globals__.get("__name__", "").partition(".")[0] == "torch":
             continue
+        name = function.__qualname__
+        if not _FAKES.isdisjoint(known for code in codes_of(function.__code__) for known in _names_in(code)):
+            raise Break("data-dependent", f"{name} asks whether a tensor is a fake one, which it is in a proof")
         if any(_asks_for_type(code, function) for code in codes_of(function.__code__)):
-            name = function.__qualname__
             raise Break("data-dependent", f"{name} asks for the type of something, and a proof has but stand-ins")
+
+
+# What code names that tells fake tensors from others.
+_FAKES = {"fake_mode", "fake_device", "FakeTensor", "is_fake", "maybe_get_fake_mode"}
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    return [*code.co_names, *(c for c in code.co_consts if isinstance(c, str))]
 
 
 def _asks_for_type(code: types.CodeType, function: types.FunctionType) -> bool:
     """Whether `code` uses Python's own `type`, or reads ``__class__``, of anything but `self`."""
     asked = {"__class__"} if "type" in function.__globals__ else {"__class__", "type"}
-    if asked.isdisjoint((*code.co_names, *(c for c in code.co_consts if isinstance(c, str)))):
+    if asked.isdisjoint(_names_in(code)):
         return False
     steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "PRECALL", "PUSH_NULL")]
     for i, step in enumerate(steps):

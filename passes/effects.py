@@ -6,17 +6,23 @@ must run as often as in eager, so it is no block; and what the proof's own run h
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
 import pickle
 import random
 import sys
+import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from mok_compile.passes.reach import CONTAINERS, Reach, is_constant
+from mok_compile.passes.reach import CONTAINERS, Reach, codes_of, is_constant
 from mok_compile.passes.rules import Break
+from mok_compile.passes.source import INSIDE
 
 _OPEN = (list, dict, set, deque)  # containers that can change
 
@@ -71,6 +77,37 @@ class Effects:
                 now.clear()
                 now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
         return changed
+
+
+@contextlib.contextmanager
+def speechless(reach: Reach) -> Iterator[None]:
+    """While this lasts, a ``print`` or a warning of the code of `reach`, in this thread, is a Break("mutation")."""
+    here, says = threading.get_ident(), (print, warnings.warn)
+
+    def kept(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def said(*args, **kwargs):
+            caller = sys._getframe(1).f_code.co_filename
+            if threading.get_ident() == here and not caller.startswith(INSIDE):
+                raise Break("mutation", "the loop prints or warns, which one op for all experts would not")
+            return function(*args, **kwargs)
+
+        return said
+
+    spaces = [(f.__globals__, name) for f in reach.functions for code in codes_of(f.__code__) for name in code.co_names]
+    found = {
+        (id(space), name): (space, name, space[name])
+        for space, name in spaces
+        if any(space.get(name) is f for f in says)
+    }
+    held = [(vars(builtins), "print", print), (vars(warnings), "warn", warnings.warn), *found.values()]
+    for space, name, function in held:
+        space[name] = kept(function)
+    try:
+        yield
+    finally:
+        for space, name, function in held:
+            space[name] = function
 
 
 def _generators() -> Iterator[torch.Generator]:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from mok_compile.passes.adapters import ADAPTER, PRODUCTS, adapters_in
 from mok_compile.passes.alike import check_quiet, check_types
 from mok_compile.passes.cut import Cut
-from mok_compile.passes.effects import Effects
+from mok_compile.passes.effects import Effects, speechless
 from mok_compile.passes.facts import Combined, Fact, Onto, Pointwise, Rows, Token
 from mok_compile.passes.reach import Reach
 from mok_compile.passes.record import Recorder
@@ -347,7 +347,7 @@ class Turn:
             "zip": zipped,
         }
         try:
-            with self.recorder, Indexing(self):
+            with self.recorder, Indexing(self), speechless(self.reach):
                 total, edge = self.cut.probe(Owner(self), *values, **shadows)
                 if self.cut.start is not None and not self._goes_on(edge):
                     raise Break("no-match", "the loop does not go on where the rows of its expert end")

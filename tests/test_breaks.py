@@ -213,3 +213,31 @@ def test_a_break_in_a_function_with_a_loop_need_not_be_one_of_the_loop():
 def test_advice_for_transformers_is_for_its_own_code(file, theirs):
     cure = Site("missed", "no-match", "", f"mlp [Moe] {file}").cure
     assert ("experts_implementation" in cure) == theirs
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E, H, 24))
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(x, self.up, offs=ends)
+
+
+def test_a_grouped_matmul_that_torch_cannot_trace():
+    """Of float32, in torch 2.13."""
+    model, x, ends = Grouped(), torch.randn(2 * E, H), torch.arange(2, 2 * E + 2, 2, dtype=torch.int32)
+    try:
+        torch.compile(model, backend="eager")(x, ends)
+    except torch._dynamo.exc.TorchRuntimeError:
+        torch._dynamo.reset()
+        (site,) = explain(model)(x, ends).sites
+        assert (site.status, site.reason) == ("missed", "dtype") and "torch itself cannot trace" in site.detail, site
+        assert "torch.float32" in site.detail and "test_breaks.py:" in site.location
+    else:
+        pytest.skip("this torch traces it")
+
+
+def test_other_errors_of_the_model_are_its_own():
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError):
+        explain(lambda x: x @ torch.ones(7, 7))(torch.randn(3, 5))

@@ -1,7 +1,10 @@
 """Loops over experts that ask or change what the proof has only stand-ins for: they are left alone, or are right."""
 
+import builtins
 import itertools
 import random
+import warnings
+from warnings import warn
 
 import pytest
 import torch
@@ -182,6 +185,8 @@ ASKED = {
     "elsewhere": lambda self, x: is_plain(x),
     "mapped": lambda self, x: list(map(type, [x])) == [torch.Tensor],
     "inside": lambda self, x: all(type(t) is torch.Tensor for t in (x,)),
+    "fake mode": lambda self, x: not hasattr(x, "fake_mode"),
+    "fake": lambda self, x: not isinstance(x, torch._subclasses.FakeTensor),
     "printed": lambda self, x: "Fake" not in repr(x),
     "formatted": lambda self, x: "Fake" not in f"{x}",
 }
@@ -195,7 +200,43 @@ def test_experts_that_ask_for_the_type_of_a_tensor(monkeypatch, asked):
     assert not fused(block)
     (site,) = [site for site in explain(block)(tokens(2, 9)).sites if site.status == "missed"]
     wanted = "prints a tensor" if asked in ("printed", "formatted") else "asks for the type of something"
+    wanted = "a fake one" if asked.startswith("fake") else wanted
     assert site.reason == "data-dependent" and wanted in site.detail, site
+
+
+def _warn(message):
+    warnings.warn(message, stacklevel=2)
+
+
+SPEAKING = {
+    "print": lambda self, x: print("expert") is None,
+    "warn": lambda self, x: warnings.warn("expert", stacklevel=2) is None,
+    "imported": lambda self, x: warn("expert", stacklevel=1) is None,
+    "elsewhere": lambda self, x: _warn("expert") is None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:expert")
+@pytest.mark.parametrize("says", SPEAKING)
+def test_experts_that_print_or_warn(monkeypatch, says, capsys):
+    """One op for all would not."""
+    monkeypatch.setattr(Asking, "asks", staticmethod(SPEAKING[says]))
+    block = Ranged([Asking() for _ in range(E)])
+    assert not fused(block)
+    capsys.readouterr()
+    (site,) = [site for site in explain(block)(tokens(2, 9)).sites if site.status == "missed"]
+    assert site.reason == "mutation" and "prints or warns" in site.detail, site
+    assert print is builtins.print and not hasattr(print, "__wrapped__") and not hasattr(warnings.warn, "__wrapped__")
+
+
+def test_experts_that_could_print_are_fused(monkeypatch):
+    def asks(self, x):
+        if len(x.shape) > 5:
+            print("unexpected")
+        return True
+
+    monkeypatch.setattr(Asking, "asks", staticmethod(asks))
+    assert fused(Ranged([Asking() for _ in range(E)]))
 
 
 @pytest.mark.parametrize(
