@@ -95,7 +95,9 @@ def keep(name: str, row: coverage.Row) -> None:
     new, results = coverage.to_dict({name: row}), stored()
     old = results.get(new["transformers"], {"families": {}})
     results[new["transformers"]] = {**new, "families": dict(sorted({**old["families"], **new["families"]}.items()))}
-    (RESULTS / "coverage.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(results, indent=1) + "\n"
+    here = str(ROOT / "build" / f"transformers-{new['transformers']}") + os.sep  # in the source lines of details
+    (RESULTS / "coverage.json").write_text(text.replace(json.dumps(here)[1:-1], ""), encoding="utf-8")
     render()
 
 
