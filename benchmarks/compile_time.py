@@ -191,7 +191,7 @@ def profile(layers: int) -> None:
     import torch
 
     from mok_compile.options import Options
-    from mok_compile.passes.fuse import fuse
+    from mok_compile.passes.fusing.fuse import fuse
 
     model, ids = build(layers)
     profiler = cProfile.Profile()

@@ -28,7 +28,7 @@ from mok_compile.integrations.loops import trace_again_if_wrong  # noqa: E402
 from mok_compile.integrations.missed import Loop, without_their_routers  # noqa: E402
 from mok_compile.integrations.places import name_places  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
-from mok_compile.passes.fuse import fuse, uses_ops  # noqa: E402
+from mok_compile.passes.fusing.fuse import fuse, uses_ops  # noqa: E402
 from mok_compile.report import Report, StrictError  # noqa: E402
 
 log = logging.getLogger("mok_compile")

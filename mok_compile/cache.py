@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from mok_compile import _layout
 from mok_compile._version import __version__
 from mok_compile.options import Options
-from mok_compile.passes.infer import drop_derivatives, drop_saved_outputs
+from mok_compile.passes.fusing.infer import drop_derivatives, drop_saved_outputs
 
 
 def salt(options: Options) -> str:

@@ -1,7 +1,8 @@
 """How a ``mok::`` op is defined: with a twin that has no derivative.
 
 Graphs that AOTAutograd has cut apart need none any more, but a Python derivative is asked at every call: a third of an
-op's own time on the host. So the pass that runs after partitioning puts the twins there (`mok_compile.passes.infer`).
+op's own time on the host. So the pass that runs after partitioning puts the twins there
+(`mok_compile.passes.fusing.infer`).
 """
 
 from __future__ import annotations

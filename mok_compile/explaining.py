@@ -23,10 +23,10 @@ from mok_compile.integrations.loops import trace_again_if_wrong
 from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, without_their_routers
 from mok_compile.integrations.places import name_places
 from mok_compile.options import Options, split
-from mok_compile.passes.fuse import fuse
-from mok_compile.passes.source import INSIDE, lines_of, said_at
-from mok_compile.passes.unclaimed import CAPACITY, buffers
-from mok_compile.passes.view import name_of
+from mok_compile.passes.blocks.unclaimed import CAPACITY, buffers
+from mok_compile.passes.fusing.fuse import fuse
+from mok_compile.passes.graph.source import INSIDE, lines_of, said_at
+from mok_compile.passes.graph.view import name_of
 from mok_compile.report import Report, Site
 from mok_compile.spec import ExpertsSpec
 from mok_compile.table import NOWHERE, parts

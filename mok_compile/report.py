@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mok_compile.dump.listing import Listing
     from mok_compile.engines import Problem
     from mok_compile.integrations.missed import Loop
-    from mok_compile.passes.extract import Slice
+    from mok_compile.passes.fusing.extract import Slice
 
 # Stable codes: meaning, and what the user can do about it. docs/reasons.md explains each at more length.
 REASONS = {

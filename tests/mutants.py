@@ -31,7 +31,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
 from mok_compile.options import Options
-from mok_compile.passes.fuse import fuse
+from mok_compile.passes.fusing.fuse import fuse
 
 F = torch.nn.functional
 

@@ -28,7 +28,7 @@ from blocks import Moe, tokens
 model, x = Moe(hidden=8, inner=8), tokens(6, 8)
 compiled = torch.compile(model, backend="mok", options={{"mok.engine": "portable"}})
 compiled(x).sum().backward()
-import mok_compile.passes.rules as rules
+import mok_compile.passes.facts.rules as rules
 assert rules.__file__.startswith({root!r}), rules.__file__
 found = {{n: p.grad.norm().item() for n, p in model.named_parameters()}}
 plain = Moe(hidden=8, inner=8)
@@ -108,7 +108,7 @@ def test_salt_covers_every_source(tmp_path):
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
 
     salts = {salt()}
-    for number, file in enumerate(("reference.py", "passes/rules.py"), start=2):
+    for number, file in enumerate(("reference.py", "passes/facts/rules.py"), start=2):
         path = sources.root / "mok_compile" / file
         path.write_text(path.read_text() + "\n# changed\n")
         salts.add(salt())

@@ -10,7 +10,7 @@ from torch import nn
 from mok_compile import activation as act
 from mok_compile import cli, coverage, families
 from mok_compile.coverage import SETTINGS, Setting
-from mok_compile.passes import rules
+from mok_compile.passes.facts import rules
 
 pytest.importorskip("transformers")
 

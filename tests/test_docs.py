@@ -15,7 +15,7 @@ import torch
 from mok_compile import bench, build, cli, engines
 from mok_compile.distributed import peer_memory
 from mok_compile.options import Options
-from mok_compile.passes.rules import RULES
+from mok_compile.passes.facts.rules import RULES
 from mok_compile.report import IN_TRANSFORMERS, REASONS
 
 pytest.importorskip("transformers")

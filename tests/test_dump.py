@@ -255,7 +255,7 @@ def test_nothing_is_computed_when_nobody_watches(monkeypatch):
     monkeypatch.setattr(dump, "_trace", logging.getLogger("mok_compile.test"))
     monkeypatch.setattr(dump, "listing", never)
     monkeypatch.setattr(dump, "publish", never)
-    monkeypatch.setitem(sys.modules, "mok_compile.passes.extract", None)
+    monkeypatch.setitem(sys.modules, "mok_compile.passes.fusing.extract", None)
     report = transform(gm, inputs, Options(engine="portable"))
     assert report.fused == 1 and report.sites[0].slice is None and report.graphs[0].before == ""
 

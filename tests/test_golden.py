@@ -7,7 +7,7 @@ from blocks import GptOss, Moe, Separate, tokens
 from expecttest import assert_expected_inline
 
 from mok_compile.options import Options
-from mok_compile.passes.fuse import fuse
+from mok_compile.passes.fusing.fuse import fuse
 
 
 def text(graph):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mok_compile.options import Options
-from mok_compile.passes.fuse import fuse
+from mok_compile.passes.fusing.fuse import fuse
 
 
 class Tracer(fx.Interpreter):

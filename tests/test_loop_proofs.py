@@ -10,7 +10,7 @@ from test_module_lists import Traced, fresh, tokens  # noqa: F401  `fresh` is a 
 from torch import nn
 
 from mok_compile.integrations import proofs
-from mok_compile.passes import iteration
+from mok_compile.passes.loops import iteration
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from test_module_lists import Fewer, Traced, fresh, tokens  # noqa: F401  `fresh
 from torch import nn
 from torch.nn import functional as F
 
-from mok_compile.passes import join
+from mok_compile.passes.fusing import join
 from mok_compile.router import Step
 from mok_compile.spec import ExpertsSpec
 
@@ -240,7 +240,7 @@ def test_a_checkpointed_loop():
 
 def test_verify_keeps_a_wrong_router_out(monkeypatch):
     """The block stays fused: it is the router that differs."""
-    from mok_compile.passes import router as router_pass
+    from mok_compile.passes.blocks import router as router_pass
 
     honest = router_pass.find
 
@@ -248,7 +248,7 @@ def test_verify_keeps_a_wrong_router_out(monkeypatch):
         found = honest(block, facts)
         return replace(found, spec=replace(found.spec, weights=(*found.spec.weights, Step("mul", (2.0,)))))
 
-    monkeypatch.setattr("mok_compile.passes.fuse.find", lie)
+    monkeypatch.setattr("mok_compile.passes.fusing.fuse.find", lie)
     model = Hit()
     traced = Traced(model, fullgraph=True)
     compare(model, traced, tokens(2, 9))

@@ -18,8 +18,8 @@ from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from mok_compile.options import Options
-from mok_compile.passes import rules
-from mok_compile.passes.fuse import fuse
+from mok_compile.passes.facts import rules
+from mok_compile.passes.fusing.fuse import fuse
 
 aten = torch.ops.aten
 NAMES = [case.name for case in CASES]

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mok_compile import activation as act
 from mok_compile import families
-from mok_compile.passes import rules, site
-from mok_compile.passes.outputs import outputs_of
+from mok_compile.passes.blocks import site
+from mok_compile.passes.facts import rules
+from mok_compile.passes.facts.outputs import outputs_of
 
 aten = torch.ops.aten
 KINDS = (Fixed, Biased, Interleaved, GptOss, Separate, Ungated, Searched, Added, Gathered)

@@ -14,8 +14,8 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-from mok_compile.passes import join
-from mok_compile.passes import router as router_pass
+from mok_compile.passes.blocks import router as router_pass
+from mok_compile.passes.fusing import join
 from mok_compile.router import Step
 
 TOKENS = 14
@@ -985,7 +985,7 @@ def test_verify_catches_a_wrong_router(monkeypatch, wrong):
         found = honest(block, facts)
         return replace(found, spec=replace(found.spec, **wrong(found.spec)))
 
-    monkeypatch.setattr("mok_compile.passes.fuse.find", lie)
+    monkeypatch.setattr("mok_compile.passes.fusing.fuse.find", lie)
     torch._dynamo.reset()
     model = Routed()
     fused = Fused(model)

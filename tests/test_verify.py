@@ -14,9 +14,10 @@ from mok_compile import activation as act
 from mok_compile import engines
 from mok_compile import routing as router_functions
 from mok_compile.engines import portable
-from mok_compile.passes import rules, site
-from mok_compile.passes.substitute import Substitution
-from mok_compile.passes.verify import _error
+from mok_compile.passes.blocks import site
+from mok_compile.passes.facts import rules
+from mok_compile.passes.fusing.substitute import Substitution
+from mok_compile.passes.fusing.verify import largest_error
 
 aten = torch.ops.aten
 
@@ -39,8 +40,8 @@ def test_wrong_activation(monkeypatch):
 
 def test_halves_swapped(monkeypatch):
     swap = {"first": "second", "second": "first"}
-    half = rules._half
-    monkeypatch.setattr(rules, "_half", lambda fact, part: half(fact, swap.get(part, part)))
+    half = rules.half_of
+    monkeypatch.setattr(rules, "half_of", lambda fact, part: half(fact, swap.get(part, part)))
     check_refused(Moe(), tokens(), reason="verify")
 
 
@@ -50,7 +51,7 @@ def test_forgotten_weights(monkeypatch):
 
 
 def test_forgotten_bias(monkeypatch):
-    monkeypatch.setattr(rules, "_biased", lambda fact, bias: fact)
+    monkeypatch.setattr(rules, "with_bias", lambda fact, bias: fact)
     check_refused(Biased(), tokens(), reason="verify")
 
 
@@ -67,14 +68,14 @@ def test_lie_about_gradients_only(monkeypatch):
 
 
 def test_wrong_operand(monkeypatch):
-    honest = site._block
+    honest = site.block_at
 
     def swapped(*args):
         found = honest(*args)
         object.__setattr__(found, "spec", replace(found.spec, layout="interleaved"))
         return found
 
-    monkeypatch.setattr(site, "_block", swapped)
+    monkeypatch.setattr(site, "block_at", swapped)
     check_refused(Moe(), tokens(), reason="verify")
 
 
@@ -381,14 +382,14 @@ def test_operands_that_several_nodes_compute(block, dtype, tolerance, monkeypatc
     ],
 )
 def test_measure(old, new, error):
-    assert _error(torch.tensor(old), torch.tensor(new), False) == pytest.approx(error)
+    assert largest_error(torch.tensor(old), torch.tensor(new), False) == pytest.approx(error)
 
 
 def test_measure_without_one_side():
-    assert _error(None, None, False) == 0.0
-    assert _error(None, torch.zeros(2, 2), False) == 0.0
-    assert _error(torch.ones(2, 2), None, False) == float("inf")
-    assert _error(torch.ones(0, 2), torch.ones(0, 2), False) == 0.0
+    assert largest_error(None, None, False) == 0.0
+    assert largest_error(None, torch.zeros(2, 2), False) == 0.0
+    assert largest_error(torch.ones(2, 2), None, False) == float("inf")
+    assert largest_error(torch.ones(0, 2), torch.ones(0, 2), False) == 0.0
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

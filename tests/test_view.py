@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from mok_compile.passes.view import Cell, View
+from mok_compile.passes.graph.view import Cell, View
 
 aten = torch.ops.aten
 

@@ -50,7 +50,7 @@ class Binding:
 def binding_of(module: nn.Module) -> Binding | None:
     """The binding of an experts module of Hugging Face transformers 5: one whose class went through its
     ``use_experts_implementation``. None for any other module, and for experts that the op cannot express."""
-    from mok_compile.passes.gate import gate_of
+    from mok_compile.passes.blocks.gate import gate_of
 
     if not all(hasattr(module, name) for name in _SETTINGS) or getattr(module, "has_post_expert_norm", False):
         return None

@@ -12,8 +12,8 @@ from torch.fx.graph import inplace_methods, magic_methods
 from torch.fx.node import _get_qualified_name, map_arg
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-from mok_compile.passes.site import module_of
-from mok_compile.passes.source import source_of
+from mok_compile.passes.blocks.site import module_of
+from mok_compile.passes.graph.source import source_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mok_compile import table
 from mok_compile.dump.listing import Entry, Function, listing
-from mok_compile.passes.describe import ROLES
+from mok_compile.passes.blocks.describe import ROLES
 from mok_compile.report import REASONS, Graph, Site
 
 CONTEXT = 3  # unchanged nodes shown around a change

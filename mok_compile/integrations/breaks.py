@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mok_compile.integrations.tracing import backend_of
-from mok_compile.passes.source import INSIDE
+from mok_compile.passes.graph.source import INSIDE
 
 log = logging.getLogger("mok_compile")
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -23,9 +23,9 @@ from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, S
 from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._guards import Guard
 
-from mok_compile.passes.likeness import HOOKS, describe_held
-from mok_compile.passes.reach import CALLS, CONTAINERS, Reach, is_constant, is_object
-from mok_compile.passes.rules import Break
+from mok_compile.passes.facts.rules import Break
+from mok_compile.passes.loops.likeness import HOOKS, describe_held
+from mok_compile.passes.loops.reach import CALLS, CONTAINERS, Reach, is_constant, is_object
 
 
 def guard(owner: torch.nn.Module, source: Source, reach: Reach) -> None:

@@ -2,9 +2,10 @@
 transformers 4, and classes of transformers 5 outside of its registry of experts implementations.
 
 Such a loop asks which experts were hit, which would break every graph. While Dynamo traces for our backend, and only
-then, a method with such a loop runs in another form (`mok_compile.passes.cut`): where the loop is proven to be experts
-(`mok_compile.passes.iteration`) it becomes one call of ``mok::experts`` with the experts' own weights, and all around
-it stays the method's own code. Where there is no proof, in eager mode and under other backends, the method itself runs.
+then, a method with such a loop runs in another form (`mok_compile.passes.loops.cut`): where the loop is proven to be
+experts (`mok_compile.passes.loops.iteration`) it becomes one call of ``mok::experts`` with the experts' own weights,
+and all around it stays the method's own code. Where there is no proof, in eager mode and under other backends, the
+method itself runs.
 
 Idle experts get gradients of zeros, not None: the op does not know at trace time which ones those will be.
 """
@@ -77,8 +78,8 @@ def _classes(base: type) -> Iterator[type]:
 
 
 def _may_hold(function: Any) -> bool:
-    from mok_compile.passes.cut import may_cut
-    from mok_compile.passes.uncut import may_be_named
+    from mok_compile.passes.loops.cut import may_cut
+    from mok_compile.passes.loops.uncut import may_be_named
 
     return may_cut(function) or may_be_named(function)
 
@@ -99,7 +100,7 @@ def _undecorated(function: Any) -> Any:
 
 def _install(cls: type, name: str, function: Callable) -> bool:
     """Gives the method its traced form; False where it has no loop over experts, or one that is no more than named."""
-    from mok_compile.passes.cut import Cut, cut
+    from mok_compile.passes.loops.cut import Cut, cut
 
     decorator = _decorator(function)
     masks = capture.may_fill(_undecorated(function))
@@ -195,7 +196,7 @@ def _leaves(live: Any, kind: type) -> list:
 @torch._dynamo.assume_constant_result
 def _verified() -> bool:
     """Whether the op is to be compared with the loop."""
-    from mok_compile.passes import witness  # noqa: F401  registers the op
+    from mok_compile.passes.loops import witness  # noqa: F401  registers the op
 
     return our_options().verify
 
@@ -290,21 +291,21 @@ def _alone() -> bool:
 
 def _mark(context: Any) -> None:
     """Marks the call of the op as a loop."""
-    from mok_compile.passes.traced import MARK
+    from mok_compile.passes.fusing.traced import MARK
 
     variable_of(context, "total").as_proxy().node.args[0].meta[MARK] = True
 
 
 def _mark_open(context: Any) -> None:
     """Says what is done to the rows of the op's experts before they are added up."""
-    from mok_compile.passes.traced import OPEN
+    from mok_compile.passes.fusing.traced import OPEN
 
     variable_of(context, "total").as_proxy().node.args[0].meta[OPEN] = "dropout works on the experts' outputs"
 
 
 def _call_witness(context: Any) -> None:
     """Notes at the witness which loop it is of, and what its variables are."""
-    from mok_compile.passes.witness import MARK, Size, Tensor, Witness
+    from mok_compile.passes.loops.witness import MARK, Size, Tensor, Witness
 
     places, sizes = itertools.count(), itertools.count()
 
@@ -327,8 +328,8 @@ def _call_witness(context: Any) -> None:
 def trace_again_if_wrong(gm: torch.fx.GraphModule, inputs: Sequence[Any] | None, options: Options) -> None:
     """Under ``mok.verify``: compares each block of `gm` that was a loop with that loop, on the real `inputs` of the
     graph. If one differs, has Dynamo trace the frame once more, with the loop as it is."""
-    from mok_compile.passes.traced import VERIFIED
-    from mok_compile.passes.witness import question
+    from mok_compile.passes.fusing.traced import VERIFIED
+    from mok_compile.passes.loops.witness import question
 
     wrong = False
     for verdict in question(gm, inputs if options.verify else None):
@@ -361,9 +362,9 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
     """What `run` has to call: nested tuples of constants. None, with the reason in `refused`, without a proof."""
     from mok_compile.integrations.guards import guard
     from mok_compile.integrations.proofs import proven
-    from mok_compile.passes.iteration import Known
-    from mok_compile.passes.one_hot import is_blank, is_distinct, is_one_hot
-    from mok_compile.passes.rules import Break
+    from mok_compile.passes.facts.one_hot import is_blank, is_distinct, is_one_hot
+    from mok_compile.passes.facts.rules import Break
+    from mok_compile.passes.loops.iteration import Known
 
     if not _live:
         return None
@@ -407,8 +408,8 @@ def _plan(cut: Any, owner: torch.nn.Module) -> tuple | None:
 
 def _refusal(cut: Any, live: tuple, known: Any, engine: str, other: torch.nn.Module) -> tuple[str, str] | None:
     """Why the loop of `cut` stays one in a module that nothing was traced for; None if it would not."""
-    from mok_compile.passes.reach import Reach
-    from mok_compile.passes.rules import Break
+    from mok_compile.passes.facts.rules import Break
+    from mok_compile.passes.loops.reach import Reach
 
     try:
         _proof(cut, other, live, known, engine, Reach(other, cut.probe))
@@ -421,8 +422,8 @@ def _refusal(cut: Any, live: tuple, known: Any, engine: str, other: torch.nn.Mod
 
 def _proof(cut: Any, owner: torch.nn.Module, live: tuple, known: Any, engine: str, reach: Any) -> tuple:
     """What `run` has to call. Break with what the user is told where that is not proven."""
-    from mok_compile.passes.iteration import understand
-    from mok_compile.passes.rules import Break
+    from mok_compile.passes.facts.rules import Break
+    from mok_compile.passes.loops.iteration import understand
 
     try:
         return _written(understand(cut, owner, live, known, reach), owner, engine)
@@ -433,7 +434,7 @@ def _proof(cut: Any, owner: torch.nn.Module, live: tuple, known: Any, engine: st
 def _said(stop: Any) -> tuple[str, str]:
     """Reason code and sentence of a loop that is not proven, with the line where that showed. The code is that of the
     graph's break, unless the proof ended at something that the experts compute."""
-    from mok_compile.passes.source import line_of_error, source_of
+    from mok_compile.passes.graph.source import line_of_error, source_of
 
     source = line_of_error(stop) if stop.at is None else source_of(stop.at)
     line = "" if source is None else f" (at {source}{source.code and ': '}{source.code})"
@@ -443,7 +444,7 @@ def _said(stop: Any) -> tuple[str, str]:
 
 def _is_given(node: torch.fx.Node | None) -> bool:
     """Whether the tensor of `node` is in the memory of one that the graph gets: an argument, a parameter, a buffer."""
-    from mok_compile.passes.iteration import memory_of
+    from mok_compile.passes.loops.iteration import memory_of
 
     if node is None:
         return False
@@ -454,8 +455,8 @@ def _is_given(node: torch.fx.Node | None) -> bool:
 
 def _counted(live: tuple, nodes: list) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
     """The pairs of `Known.counted` and of `Known.sized`."""
-    from mok_compile.passes.counted import added_up
-    from mok_compile.passes.rules import same
+    from mok_compile.passes.facts.counted import added_up
+    from mok_compile.passes.facts.rules import same
 
     tensors = {i: live[i] for i, n in enumerate(nodes) if n is not None and live[i].dim()}
     integers = [i for i, t in tensors.items() if not t.dtype.is_floating_point and not t.dtype.is_complex]
@@ -471,7 +472,7 @@ def _counted(live: tuple, nodes: list) -> tuple[frozenset[tuple[int, int]], froz
 
 def _written(parts: tuple, owner: torch.nn.Module, wanted: str) -> tuple | None:
     from mok_compile import engines, ops  # noqa: F401  registers the op
-    from mok_compile.passes.rules import Break
+    from mok_compile.passes.facts.rules import Break
 
     calls = [part for part in parts if part.block is not None]
     if len(calls) != 1:
@@ -511,9 +512,9 @@ def _passed_recipe(part: Any, owner: torch.nn.Module) -> tuple:
 
 def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
     """How to compute `value`, of the recorded turn, from local variables and attributes."""
-    from mok_compile.passes.rules import Break, same
-    from mok_compile.passes.standins import Local
-    from mok_compile.passes.turn import CHOSEN, FLAT, ROW_IDS
+    from mok_compile.passes.facts.rules import Break, same
+    from mok_compile.passes.loops.standins import Local
+    from mok_compile.passes.loops.turn import CHOSEN, FLAT, ROW_IDS
 
     recipe = functools.partial(_recipe, part=part, owner=owner)
     if value.op == "input":
@@ -568,7 +569,7 @@ def _recipe(value: Any, part: Any, owner: torch.nn.Module) -> tuple:
 
 
 def _bank_recipe(value: Any, transposed: bool, part: Any, owner: torch.nn.Module) -> tuple:
-    from mok_compile.passes.standins import Local, Members
+    from mok_compile.passes.loops.standins import Local, Members
 
     dtype, base = None, value
     if value.op is torch.ops.aten._to_copy.default and value.number < 0:

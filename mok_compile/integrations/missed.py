@@ -19,13 +19,13 @@ import torch
 
 from mok_compile._version import __version__
 from mok_compile.integrations.tracing import backend_of
-from mok_compile.passes.cut import Cut, Uncut
+from mok_compile.passes.loops.cut import Cut, Uncut
 from mok_compile.report import Site
 from mok_compile.table import NOWHERE
 
 if TYPE_CHECKING:
     from mok_compile.options import Options
-    from mok_compile.passes.cut import Place
+    from mok_compile.passes.loops.cut import Place
 
 log = logging.getLogger("mok_compile")
 DATA_DEPENDENT = "data-dependent"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mok_compile.passes.likeness import describe
-from mok_compile.passes.reach import Reach
-from mok_compile.passes.rules import Break
+from mok_compile.passes.facts.rules import Break
+from mok_compile.passes.loops.likeness import describe
+from mok_compile.passes.loops.reach import Reach
 
 _KEPT = 4  # makes of blocks with one loop: a model hardly has more in a row
 

@@ -98,7 +98,7 @@ def _call_of(
 
 def _derive(experts, dtype: torch.dtype, weights_dtype: torch.dtype, top_k: int) -> tuple[str, str] | None:
     from mok_compile import engines, ops  # noqa: F401  registers the op
-    from mok_compile.passes.gate import gate_of
+    from mok_compile.passes.blocks.gate import gate_of
     from mok_compile.spec import ExpertsSpec, dtype_name
 
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj

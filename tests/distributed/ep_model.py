@@ -272,7 +272,7 @@ def saved_nothing():
     """After partitioning the op becomes the one that saves nothing where nobody reads what it saves."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from mok_compile.passes.infer import drop_saved_outputs
+    from mok_compile.passes.fusing.infer import drop_saved_outputs
 
     model = spread(layer(), mesh()["ep"])
     x = tokens(dist.get_world_size())[dist.get_rank()]
