@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from harness import check_refused
+from harness import check_fused, check_refused
 from loops import E, H, I, Ranged
 from test_loop_spellings import stays
 from test_module_lists import check, fresh, tokens  # noqa: F401  `fresh` is a fixture
@@ -126,6 +126,30 @@ class Subtracted(Pieces):
         return torch.add(F.linear(a, u), F.linear(b, v), alpha=-1)
 
 
+class Square(nn.Module):
+    """Of matrices with square halves. Subclasses multiply by a half as it is."""
+
+    turns = (0, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 2 * H, bias=False), nn.Linear(2 * H, H, bias=False)
+
+    def forward(self, x):
+        a, b = self.up.weight.split(H)
+        h = F.gelu(torch.cat([x @ a.transpose(0, 1), x @ b.transpose(*self.turns)], -1))
+        a, b = self.down.weight.split(H, 1)
+        return h[:, :H] @ a.transpose(*self.turns) + h[:, H:] @ b.t()
+
+
+class NotTurned(Square):
+    turns = (0, 0)
+
+
+class NotTurnedEither(Square):
+    turns = (-1, 1)
+
+
 class Dense(nn.Module):
     """Every expert on every token, so that no branch stands in the way of the graph."""
 
@@ -139,7 +163,14 @@ class Dense(nn.Module):
         return sum(mine * expert(x) for mine, expert in zip(share, self.experts, strict=True))
 
 
-@pytest.mark.parametrize("expert", [AnotherOrder, Crossed, Twice, LeftOut, OfTwo, Cut, CutWeight, Subtracted])
+def test_square_halves():
+    check_fused(Dense(Square).double(), tokens(9, dtype=torch.float64))
+
+
+WRONG = [AnotherOrder, Crossed, Twice, LeftOut, OfTwo, Cut, CutWeight, Subtracted, NotTurned, NotTurnedEither]
+
+
+@pytest.mark.parametrize("expert", WRONG)
 def test_one_detail_wrong(expert):
     x = tokens(9)
     check_refused(Dense(expert).to(x.dtype), x, reason="no-match")

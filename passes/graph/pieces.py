@@ -86,9 +86,13 @@ def _factors(value: Any, detached: bool) -> tuple[Value, Value] | None:
     if getattr(value, "op", None) is not aten.mm.default or value.detached != detached:
         return None
     x, turned = value.args
-    if turned.op not in _TURNS or turned.detached != detached:
-        return None
-    return x, turned.args[0]
+    return (x, turned.args[0]) if _is_turned(turned) and turned.detached == detached else None
+
+
+def _is_turned(value: Value) -> bool:
+    """Whether `value` is the transpose of a matrix; ``w.transpose(0, 0)`` is none."""
+    swaps = value.op is aten.transpose.int and {d % 2 for d in value.args[1:]} == {0, 1}
+    return swaps or value.op is aten.t.default
 
 
 def _piece(value: Value, detached: bool) -> Piece | None:
@@ -117,7 +121,6 @@ def _slice(value: Value, dim: int = 0, start: int | None = None, end: int | None
     return dim, *slice(start, end).indices(whole)[:2]
 
 
-_TURNS = (aten.t.default, aten.transpose.int)
 _CUTS = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
