@@ -155,10 +155,13 @@ class Dense(nn.Module):
 
     def __init__(self, expert):
         super().__init__()
-        self.gate, self.experts = nn.Linear(H, E), nn.ModuleList(expert() for _ in range(E))
+        self.gate, self.experts = nn.Linear(H, E, bias=False), nn.ModuleList(expert() for _ in range(E))
+
+    def logits(self, x):
+        return self.gate(x)
 
     def forward(self, x):
-        weights, ids = self.gate(x).softmax(-1).topk(2)
+        weights, ids = self.logits(x).softmax(-1).topk(2)
         share = ((weights * (ids == e)).sum(-1, keepdim=True) for e in range(E))
         return sum(mine * expert(x) for mine, expert in zip(share, self.experts, strict=True))
 
@@ -175,3 +178,20 @@ def test_one_detail_wrong(expert):
     x = tokens(9)
     check_refused(Dense(expert).to(x.dtype), x, reason="no-match")
     stays(Ranged([expert() for _ in range(E)]), x)
+
+
+class AddedLogits(Dense):
+    def logits(self, x):
+        return F.linear(x[:, :6], self.gate.weight[:, :6]) + F.linear(x[:, 6:], self.gate.weight[:, 6:])
+
+
+class LogitsSideBySide(Dense):
+    def logits(self, x):
+        return torch.cat([F.linear(x, part) for part in self.gate.weight.split(2)], -1)
+
+
+@pytest.mark.parametrize("block", [AddedLogits, LogitsSideBySide])
+def test_logits_in_pieces_stay(block):
+    """One product would round them in another way, and so choose other experts where two are near."""
+    (site,) = check_fused(block(Pieces).double(), tokens(9, dtype=torch.float64)).report.sites
+    assert (site.op, site.reason) == ("experts", "router") and "in pieces" in site.router_detail, site

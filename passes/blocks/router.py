@@ -134,6 +134,8 @@ class _Search:
             masked = False
         steps, values = self._chain(scores, self.experts, lambda v: v.op in (aten.mm.default, aten.addmm.default))
         logits = values[0]
+        if logits.pieced:  # near ties, one product could choose other experts
+            raise _stop("the logits are computed in pieces, which one product would round in another way")
         if any(step.op in LATE for step in steps):
             raise _stop("scores are normalised before the choice")
         spec = RouterSpec(self.k, steps, weights, groups, corrected, masked, self.ordered)

@@ -53,14 +53,17 @@ class Value:
 
     `op` is an OpOverload, or "input" / "opaque" for what the view does not look into, "random" for numbers that were
     drawn, "written" for what a tensor became when something unknown was written into it. `detached` marks values
-    computed while gradients were switched off inside a graph that computes gradients.
+    computed while gradients were switched off inside a graph that computes gradients, `pieced` a product that the
+    program computes in pieces: its last bits are not those of one product.
     """
 
-    __slots__ = ("args", "detached", "index", "kwargs", "meta", "number", "op")
+    __slots__ = ("args", "detached", "index", "kwargs", "meta", "number", "op", "pieced")
 
-    def __init__(self, number: int, op, args: tuple, kwargs: dict, index: int, meta: Meta, detached: bool) -> None:
+    def __init__(
+        self, number: int, op, args: tuple, kwargs: dict, index: int, meta: Meta, detached: bool, pieced: bool = False
+    ) -> None:
         self.number, self.op, self.args, self.kwargs = number, op, args, kwargs
-        self.index, self.meta, self.detached = index, meta, detached
+        self.index, self.meta, self.detached, self.pieced = index, meta, detached, pieced
 
     def __repr__(self) -> str:
         return f"v{self.number}"
@@ -220,17 +223,19 @@ class View:
         detached = self._initial_grad and not self._grad and meta.dtype.is_floating_point
         if op is aten.detach.default and not self._grad:
             op = aten.alias.default  # there is nothing to cut
+        product = None if kwargs else product_of_pieces(op, args, detached)
         if _turns_back(op, args) and args[0].detached == detached:
             op, args = aten.alias.default, args[0].args[:1]
-        elif (product := None if kwargs else product_of_pieces(op, args, detached)) is not None:
+        elif product is not None:
             x, matrix = product
             turned = Meta(matrix.meta.dtype, matrix.meta.shape[::-1], matrix.meta.device)
             op, args = aten.mm.default, (x, self._intern(node, aten.t.default, (matrix,), {}, 0, turned))
         # The dtype too: an in-place op keeps that of what it writes into, its functional form may not.
-        key = (op, _hashable(args), _hashable(kwargs), index, detached, meta.dtype)
+        pieced = product is not None
+        key = (op, _hashable(args), _hashable(kwargs), index, detached, meta.dtype, pieced)
         value = self._interned.get(key)
         if value is None:
-            value = self._interned[key] = Value(len(self.values), op, args, kwargs, index, meta, detached)
+            value = self._interned[key] = Value(len(self.values), op, args, kwargs, index, meta, detached, pieced)
             self.values.append(value)
         self.made[node].append(value)
         return value
