@@ -14,6 +14,7 @@ from blocks import (
     tokens,
 )
 from harness import check_fused
+from torch import nn
 from torch.nn import functional as F
 
 SWIGLU = "silu(gate) * up (concat) -> float32"
@@ -343,3 +344,25 @@ def test_numbers_beside_the_block(lift, number):
             return super().forward(x) * (1 + lift(number(x)))
 
     check_fused(Scaled(), tokens())
+
+
+class StoredTurned(nn.Module):
+    """Every expert on every token, its matrices stored [in, out] and turned for `linear`, which turns them back."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 4)
+        shapes = ((HIDDEN, 6), (6, HIDDEN))
+        self.matrices = nn.ParameterList(torch.randn(shape) / 3 for _ in range(4) for shape in shapes)
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        y = 0
+        for e in range(4):
+            up, down = self.matrices[2 * e : 2 * e + 2]
+            y = y + (weights * (ids == e)).sum(-1, keepdim=True) * F.linear(F.gelu(F.linear(x, up.t())), down.t())
+        return y
+
+
+def test_matrices_that_are_turned_twice():
+    check_fused(StoredTurned(), torch.randn(9, HIDDEN))

@@ -186,6 +186,9 @@ class Substitution:
             if isinstance(cell, Cell) and cell.value_at(position) is value:
                 return node
         node = self.view.holder(value, block.final)
+        while node is None and value.op is aten.alias.default and not value.detached:  # ``w.t()`` that `linear` turns
+            value = value.args[0]
+            node = self.view.holder(value, block.final)
         if node is None:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
