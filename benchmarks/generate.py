@@ -4,7 +4,8 @@
 
 Candidates take turns: `eager`, `inductor` and `mok`, the latter two as transformers compiles decoding
 (`CompileConfig(backend=..., mode="reduce-overhead")`, prefill in eager mode). `ms` is the time of a token, the median
-of the steps between the first and the last tokens of all turns; the experts' routing is the model's own on random
+of the steps between the first and the last tokens of all turns; for several sequences, which `generate` cannot stream,
+the median of whole calls over their tokens, prefill included. The experts' routing is the model's own on random
 weights. A line of JSON for each batch; it says how many of the chosen tokens are eager's.
 """
 
