@@ -25,7 +25,7 @@ from mok_compile.integrations.places import name_places
 from mok_compile.options import Options, split
 from mok_compile.passes.blocks.unclaimed import CAPACITY, buffers
 from mok_compile.passes.fusing.fuse import fuse
-from mok_compile.passes.graph.source import INSIDE, lines_of, said_at
+from mok_compile.passes.graph.source import INSIDE, lines_of, said_at, short
 from mok_compile.passes.graph.view import name_of
 from mok_compile.report import Report, Site
 from mok_compile.spec import ExpertsSpec
@@ -187,7 +187,7 @@ class Collector:
     ) -> Site:
         """The experts `owner` of `model`. `seen`: whether a graph holds any of them; `broke`: whether one broke."""
         place = path or NOWHERE  # the model itself is one block
-        file = code.co_filename.rpartition("site-packages/")[2]
+        file = short(code.co_filename)
         where = f"{place} [{type(owner).__name__}] {file}:{code.co_firstlineno}"
         if owner in refused:  # the loop was looked at
             reason, why = refused[owner]
@@ -289,7 +289,7 @@ def _untraceable(report: Report) -> Iterator[None]:
         if said is None:
             raise
         frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(INSIDE)]
-        line = f" {frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}" if frames else ""
+        line = f" {short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
         report.sites.append(Site("missed", "dtype", f"{_NO_TRACE}: {said[2]}", f"{NOWHERE}{line}"))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mok_compile.integrations.tracing import backend_of
-from mok_compile.passes.graph.source import INSIDE
+from mok_compile.passes.graph.source import INSIDE, short
 
 log = logging.getLogger("mok_compile")
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -34,7 +34,7 @@ class GraphBreak:
     def __str__(self) -> str:
         file, line = self.lines[-1]
         code = linecache.getline(file, line).strip()
-        return f"{file.rpartition('site-packages/')[2]}:{line}" + (f": {code}" if code else "")
+        return f"{short(file)}:{line}" + (f": {code}" if code else "")
 
 
 def tell(translator: Any, error: Exception | None) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from mok_compile._version import __version__
 from mok_compile.integrations.tracing import backend_of
+from mok_compile.passes.graph.source import short
 from mok_compile.passes.loops.cut import Cut, Uncut
 from mok_compile.report import Site
 from mok_compile.table import NOWHERE
@@ -56,7 +57,7 @@ class Loop:
 
     def site(self, path: str = "", watched: bool = False) -> Site:
         """`path`: of the owner in its model, where that is known; `watched`: whether somebody will look at the code."""
-        file = self.place.file.rpartition("site-packages/")[2]
+        file = short(self.place.file)
         where = f"{path or NOWHERE} [{type(self.owner).__name__}] {file}:{self.place.lines.start}"
         detail = f"the Python loop over these experts breaks the graph: {self.detail}"
         return Site("missed", self.reason, detail, where, loop=self if watched else None)
@@ -80,7 +81,7 @@ class Loop:
             except (OSError, TypeError):  # made where no source is kept
                 yield from ("", f"# {cls.__qualname__}: no source")
                 continue
-            file = (inspect.getsourcefile(cls) or "").rpartition("site-packages/")[2]
+            file = short(inspect.getsourcefile(cls) or "")
             yield from ("", f"# {cls.__qualname__}, {file}:{first}", "".join(lines).rstrip())
 
 

@@ -260,7 +260,7 @@ def _sum_of_outputs(facts, value, a, dim=None, keepdim=False, **kwargs):
     if not isinstance(fact, Outputs) or fact.share is None or keepdim or dim is None:
         return None
     summed = [fact.axes[dim_of(a, d)] for d in dim] == [EXPERT]
-    last = [axis for axis in fact.axes if axis != EXPERT][-1] == FEATURE
+    last = [axis for axis in fact.axes if axis != EXPERT][-1:] == [FEATURE]
     return all_outputs(facts, fact.rows, fact.share) if summed and last else None
 
 

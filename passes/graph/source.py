@@ -24,6 +24,11 @@ INSIDE = tuple(
 )
 
 
+def short(file: str) -> str:
+    """`file`, relative to site-packages where it lies there."""
+    return file.rpartition(f"site-packages{os.sep}")[2]
+
+
 @dataclass(frozen=True)
 class Source:
     """A source line; `file` is relative to site-packages where it lies there."""
@@ -57,8 +62,7 @@ def _innermost(trace: str) -> Source | None:
         return None
     i, match = next((f for f in reversed(frames) if not f[1]["file"].startswith(INSIDE)), frames[-1])
     code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.search(lines[i + 1]) else ""
-    file = match["file"].rpartition(f"site-packages{os.sep}")[2]
-    return Source(file, int(match["line"]), match["function"], code)
+    return Source(short(match["file"]), int(match["line"]), match["function"], code)
 
 
 def trace_of_caller() -> str:
