@@ -25,7 +25,7 @@ from mok_compile.integrations import watch  # noqa: E402
 from mok_compile.integrations.capture import trace_again_if_open  # noqa: E402
 from mok_compile.integrations.counts import trace_again_if_for_nothing  # noqa: E402
 from mok_compile.integrations.loops import trace_again_if_wrong  # noqa: E402
-from mok_compile.integrations.missed import Loop, without_their_routers  # noqa: E402
+from mok_compile.integrations.missed import Loop, by_their_ends  # noqa: E402
 from mok_compile.integrations.places import name_places  # noqa: E402
 from mok_compile.options import Options, split  # noqa: E402
 from mok_compile.passes.fusing.fuse import fuse, uses_ops  # noqa: E402
@@ -83,7 +83,7 @@ def transform(gm: fx.GraphModule, example_inputs: Sequence[Any] | None, mine: Op
     watched = dump.wanted(mine)
     trace_again_if_wrong(gm, example_inputs, mine)
     before = dump.code(gm) if watched else None
-    report = Report(without_their_routers(fuse(gm, example_inputs, mine, watched)))
+    report = Report(by_their_ends(fuse(gm, example_inputs, mine, watched)))
     name_places(report.sites)
     trace_again_if_open(gm)
     trace_again_if_for_nothing(report.fused)

@@ -16,11 +16,11 @@ from torch import fx
 
 from mok_compile import dump
 from mok_compile.integrations import transformers, watch
-from mok_compile.integrations.breaks import GraphBreak, in_loop
+from mok_compile.integrations.breaks import GraphBreak
 from mok_compile.integrations.capture import trace_again_if_open
 from mok_compile.integrations.counts import trace_again_if_for_nothing
 from mok_compile.integrations.loops import trace_again_if_wrong
-from mok_compile.integrations.missed import DATA_DEPENDENT, Loop, refused, without_their_routers
+from mok_compile.integrations.missed import DATA_DEPENDENT, LOOP, Loop, by_their_ends, refused, why_cut
 from mok_compile.integrations.places import name_places
 from mok_compile.options import Options, split
 from mok_compile.passes.blocks.unclaimed import CAPACITY, buffers
@@ -38,8 +38,6 @@ _MASKS = {
 }  # fmt: skip
 _SCORES = {"softmax", "sigmoid"}
 _BREAK = "graph break:"
-_LOOP = "these experts run one by one in a Python loop, which breaks the graph"
-_CUT = "the graph breaks between the choice of the experts and the weighted sum of their outputs"
 _UNSEEN = (
     "no graph holds these experts: the graph breaks in code that calls them, for the reasons in the notes, or they "
     "were not called"
@@ -106,7 +104,7 @@ class Collector:
         before = dump.code(gm)
         twin = fx.GraphModule(gm, _copy(gm))
         trace_again_if_wrong(twin, inputs, self.options)
-        sites = without_their_routers(fuse(twin, inputs, self.options, watched=True))
+        sites = by_their_ends(fuse(twin, inputs, self.options, watched=True))
         name_places(sites, self._paths)
         trace_again_if_open(twin)
         trace_again_if_for_nothing(sum(site.status == "fused" for site in sites))
@@ -191,7 +189,7 @@ class Collector:
         where = f"{place} [{type(owner).__name__}] {file}:{code.co_firstlineno}"
         if owner in refused:  # the loop was looked at
             reason, why = refused[owner]
-            return Site("missed", reason, f"{_LOOP}: {why}", where)
+            return Site("missed", reason, f"{LOOP}: {why}", where)
         if call := transformers.call_without_graph(owner):
             spec, engine = call
             return Site("fused", None, _DIRECT, where, ExpertsSpec.from_json(spec), engine)
@@ -204,13 +202,11 @@ class Collector:
         buffer = next((said for experts, said in self._buffers.items() if experts in _numbers(owner)), None)
         if buffer is not None:
             return Site("missed", "routing", buffer, where)
-        inside = [end for end in self.breaks if end.within(code)]
-        for end in inside:
-            if any(in_loop(*line) for line in end.within(code)):
-                return Site("missed", DATA_DEPENDENT, f"{_LOOP}, at {end}", where)
         if not self.breaks:
-            return Site("missed", DATA_DEPENDENT, _LOOP, where)
-        return Site("missed", "split", f"{_CUT}, at {(inside or self.breaks)[0]}", where)
+            return Site("missed", DATA_DEPENDENT, LOOP, where)
+        inside = [mine for end in self.breaks if (mine := end.within(code)) is not None]
+        end = next((end for end in inside if end.in_loop), (inside or self.breaks)[0])
+        return Site("missed", *why_cut(end, bool(inside) and end.in_loop), where)
 
 
 def _numbers(owner: torch.nn.Module) -> set[int]:

@@ -1,12 +1,16 @@
 """Graphs that break somewhere in a block: `explain` says where, and does not take every break for one of the loop."""
 
+import logging
+
 import pytest
 import torch
 from loops import E, H, Mlp
+from test_missed_loops import compiled  # noqa: F401  a fixture
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from mok_compile import explain
+from mok_compile import backend, explain
 from mok_compile.report import Site
 
 
@@ -95,7 +99,7 @@ class Distant(nn.Module):
 def test_a_break_beside_the_experts_is_none_of_their_loop():
     (site,) = explain(Distant())(torch.randn(8, H)).sites
     assert (site.status, site.reason) == ("missed", "split")
-    assert site.detail.endswith("test_breaks.py:89: if weights.isnan().any():"), site.detail
+    assert site.detail.endswith("test_breaks.py:93: if weights.isnan().any():"), site.detail
 
 
 class Untraced(nn.Module):
@@ -199,6 +203,61 @@ def test_a_break_in_a_function_with_a_loop_need_not_be_one_of_the_loop():
     (site,) = explain(Dispatched())(torch.randn(8, H)).sites
     assert (site.status, site.reason) == ("missed", "split")
     assert site.detail.endswith(": return torch.zeros(len(x), E, requires_grad=True).scatter(1, ids, weights)")
+
+
+class RouterApart(nn.Module):
+    """A router that is compiled for itself, since the loop in the method that calls it breaks the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = Choice(), nn.ModuleList(Mlp() for _ in range(E))
+
+    def forward(self, x):
+        weights, ids = self.router(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            print(end="")
+            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return y
+
+
+class Choice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+
+    def forward(self, x):
+        return self.gate(x).softmax(-1).topk(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "line"),
+    [
+        (Distant, "split", "if weights.isnan().any():"),
+        (Sorted, "split", "return self.products("),
+        (Dispatched, "split", "return torch.zeros("),
+        (lambda: Checked(True), "split", ""),
+        (Breaking, "data-dependent", "rows = [(ids == e)"),
+        (RouterApart, "data-dependent", "print(end="),
+    ],
+)
+def test_one_reason_everywhere(make, reason, line, compiled, caplog):  # noqa: F811
+    """Where the graph breaks between router and experts, as `explain` says."""
+    model, x = make(), torch.randn(8, H)
+    (site,) = explain(model)(x).sites
+    assert (site.status, site.reason) == ("missed", reason) and line in site.detail
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, "mok_compile"):
+        compiled(model)(x)
+    assert dict(counters["mok"]) == {"found": 1, "fused": 0, "missed": 1, f"missed:{reason}": 1}
+    lines = [r.getMessage() for r in caplog.records if r.name == "mok_compile"]
+    assert lines == [f"1 MoE block: 0 fused, 1 missed ({reason})"]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a block was left unfused") as error:
+        compiled(model, **{"mok.strict": True})(x)
+    assert isinstance(error.value.inner_exception, backend.StrictError)
+    assert line in " ".join(str(error.value).split())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where Dynamo ended a graph though its function goes on: what `explain` names when no graph holds a block."""
+"""Where Dynamo ended a graph though its function goes on: what is named where no graph holds a block."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ class GraphBreak:
     lines: tuple[tuple[str, int], ...]
     why: str
 
-    def within(self, code: types.CodeType) -> tuple[tuple[str, int], ...]:
-        """The lines from the first one in `code` on; none if it is not there that the graph broke."""
+    def within(self, code: types.CodeType) -> GraphBreak | None:
+        """The same from the first line in `code` on; None if it is not there that the graph broke."""
         mine = {(code.co_filename, line) for _, _, line in code.co_lines()}
-        start = next((i for i, line in enumerate(self.lines) if line in mine), len(self.lines))
-        return self.lines[start:]
+        start = next((i for i, line in enumerate(self.lines) if line in mine), None)
+        return None if start is None else GraphBreak(self.lines[start:], self.why)
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether one of the lines is in a loop, or in a comprehension."""
+        return any(line in _lines_in_loops(file) for file, line in self.lines)
 
     def __str__(self) -> str:
         file, line = self.lines[-1]
@@ -41,13 +46,14 @@ def tell(translator: Any, error: Exception | None) -> None:
     """Tells the backend that a frame was for, if it asks, where its graph broke, or where the frame was given up."""
     try:
         found = backend_of(translator.output.compiler_fn)
-        if found is not None and hasattr(found[0], "broke") and (end := _end(translator, error)) is not None:
+        if found is not None and hasattr(found[0], "broke") and (end := end_of(translator, error)) is not None:
             found[0].broke(end)
     except Exception:  # of Dynamo's own classes, which another release of torch may have changed
         log.warning("mok-compile: this release of torch keeps its frames otherwise; please report", exc_info=True)
 
 
-def _end(translator: Any, error: Exception | None) -> GraphBreak | None:
+def end_of(translator: Any, error: Exception | None = None) -> GraphBreak | None:
+    """Where the graph of `translator` broke, or where that was given up with `error`; None if it came to its end."""
     reason = getattr(translator.output, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         stack, why = reason.user_stack, reason.reason
@@ -58,11 +64,6 @@ def _end(translator: Any, error: Exception | None) -> GraphBreak | None:
     lines = [(frame.filename, frame.lineno) for frame in stack if not frame.filename.startswith(INSIDE)]
     lines = lines or [(translator.f_code.co_filename, translator.lineno)]
     return GraphBreak(tuple(lines), why.strip().partition("\n")[0])
-
-
-def in_loop(file: str, line: int) -> bool:
-    """Whether `line` is in a loop, or in a comprehension."""
-    return line in _lines_in_loops(file)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mok_compile._version import __version__
+from mok_compile.integrations.breaks import GraphBreak, end_of
 from mok_compile.integrations.tracing import backend_of
 from mok_compile.passes.graph.source import short
 from mok_compile.passes.loops.cut import Cut, Uncut
@@ -30,11 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mok_compile")
 DATA_DEPENDENT = "data-dependent"
+LOOP = "these experts run one by one in a Python loop, which breaks the graph"
+_CUT = "the graph breaks between the choice of the experts and the weighted sum of their outputs"
 # Why the loop of a module was left alone: reason code and sentence.
 refused: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
 # Of the compile that is under way: modules whose loop stays one, and how to find out why another of the class has one.
 met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 provers: weakref.WeakKeyDictionary[torch.nn.Module, Callable] = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # what has a loop that was told
 _loops: dict[str, list[Cut | Uncut]] = defaultdict(list)  # by file
 
 
@@ -103,20 +109,32 @@ def register(loop: Cut | Uncut) -> None:
     _loops[loop.place.file].append(loop)
 
 
-def without_their_routers(sites: list[Site]) -> list[Site]:
-    """`sites` of the graph that Dynamo hands over, without the router of a loop that the graph ends at."""
+def by_their_ends(sites: list[Site]) -> list[Site]:
+    """`sites` of the graph that Dynamo hands over, where those of routers have the reason that their experts are not in
+    it: where the graph breaks. Without the router of a loop that is told for itself."""
     from torch._dynamo import symbolic_convert
 
     routers = [site for site in sites if site.cut_off]
     translator = getattr(symbolic_convert.tls, "current_tx", None) if routers else None
     if translator is None:
         return sites
-    found, reason = backend_of(translator.output.compiler_fn), _reason(translator.output)
-    told = found is not None and hasattr(found[0], "tell") and reason is not None and reason.graph_break
-    stack = reason.user_stack if told else ()
-    loops = ((frame.lineno, loop) for frame in stack for loop in _loops.get(frame.filename, ()))
-    ends = any(line in loop.place.around and (isinstance(loop, Cut) or _named(loop)) for line, loop in loops)
-    return [site for site in sites if site not in routers] if ends else sites
+    if any(frame.f_code in _told for frame, _ in traceback.walk_stack(None)):
+        return [site for site in sites if site not in routers]
+    found, end = backend_of(translator.output.compiler_fn), end_of(translator)
+    if end is None or found is None or not hasattr(found[0], "tell"):
+        return sites
+    loops = ((line, loop) for file, line in end.lines for loop in _loops.get(file, ()))
+    if any(line in loop.place.around and (isinstance(loop, Cut) or _named(loop)) for line, loop in loops):
+        return [site for site in sites if site not in routers]
+    for site in routers:
+        if site.reason == DATA_DEPENDENT:
+            site.reason, site.detail = why_cut(end, end.in_loop)
+    return sites
+
+
+def why_cut(end: GraphBreak, in_loop: bool) -> tuple[str, str]:
+    """Reason code and sentence of experts that the graph's `end` cuts from their choice, `in_loop` over them or not."""
+    return (DATA_DEPENDENT, f"{LOOP}, at {end}") if in_loop else ("split", f"{_CUT}, at {end}")
 
 
 def tell(translator: Any, error: Exception | None) -> None:
@@ -131,6 +149,7 @@ def tell(translator: Any, error: Exception | None) -> None:
         return
     if loop is None:
         return
+    _told.add(translator.f_code)
     try:
         backend.tell(loop, options)
     except Exception as raised:
