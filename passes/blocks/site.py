@@ -38,6 +38,7 @@ from mok_compile.passes.facts.kinds import (
 )
 from mok_compile.passes.facts.outputs import outputs_of
 from mok_compile.passes.facts.rules import CUT, Break, Facts, pinned, register_foreign, same
+from mok_compile.passes.graph.dead import dead
 from mok_compile.passes.graph.view import Cell, Value, View, target_of
 from mok_compile.spec import ExpertsSpec, dtype_name
 
@@ -141,7 +142,8 @@ def _by_expert(value: Value, facts: Facts) -> bool:
 
 
 def analyse(graph: fx.Graph) -> Analysis:
-    """Finds the MoE blocks of `graph` (one graph, without its subgraphs)."""
+    """Finds the MoE blocks of `graph` (one graph, without its subgraphs). Where there are experts, what it computes for
+    nobody is erased first."""
     if not any(map(_may_anchor, graph.nodes)):
         return Analysis(None, [], _cut_off(graph))
     register_foreign()
@@ -151,6 +153,10 @@ def analyse(graph: fx.Graph) -> Analysis:
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
         return Analysis(view, [], _unclaimed(graph, [], view, facts) or _cut_off(graph), facts)
+    if unread := dead(graph, view):
+        for node in unread:
+            graph.erase_node(node)
+        return analyse(graph)
     blocks, broken = [], {}
     for final in _finals(graph, view, facts):
         try:

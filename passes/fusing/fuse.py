@@ -87,11 +87,15 @@ def _out_of_reach(node: fx.Node, gm: fx.GraphModule) -> list[Site]:
 
 def _analyse(gm: fx.GraphModule) -> Analysis:
     """The sites of a graph. A bug of ours must not end the user's compile: the graph then stays as it is, loudly."""
+    nodes = len(gm.graph.nodes)
     try:
         return analyse(gm.graph)
     except Exception:
         log.warning("mok-compile: this graph could not be analysed and is left unfused; please report", exc_info=True)
         return Analysis(None, [], [])
+    finally:
+        if len(gm.graph.nodes) != nodes:
+            gm.recompile()
 
 
 def _direct(node: fx.Node) -> Site:
