@@ -180,6 +180,8 @@ SMALL = [
         for t in (False, True)
     ),
     {"sizes": (120, 264, 136, 32, 4), "layout": "interleaved", "activation": OSS, "bias": True, "routing": "skewed"},
+    # Low tiles, as many of one expert as pass under a weight together, and more.
+    *({"sizes": (rows, 136, 72, 128, 1), "routing": "one"} for rows in (960, 961, 1024, 1344, 1345, 2048)),
     # Tiles of one, two and three parts of 64 rows, full and not, and one more block.
     *({"sizes": (rows, 264, 136, 1, 1)} for rows in (1, 63, 127, 128, 129, 191, 192, 193, 256, 257, 385)),
     *(

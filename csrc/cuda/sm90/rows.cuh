@@ -75,13 +75,16 @@ struct RowGather {
 
 // Neighbouring row blocks of one expert that pass under the weight's columns together, as the plan's words say it.
 struct RowGroup {
-  static constexpr int kMostRows = 1344;
+  static constexpr int kMostRows = 1344, kHeightBits = 5;
+  static_assert(kMostRows / height_of(Tiles::kLow) < 1 << kHeightBits, "a group's height fits its word");
 
   int first, height;  // blocks
   bool backwards;     // columns in descending order: the next group starts where the last one ended
 
   __device__ __forceinline__ explicit RowGroup(int word)
-      : first(word >> 5), height(word & 15), backwards((word & 16) != 0) {}
+      : first(word >> (kHeightBits + 1)),
+        height(word & ((1 << kHeightBits) - 1)),
+        backwards((word >> kHeightBits & 1) != 0) {}
   // The word for block `i` of an expert whose `count` blocks of `rows` rows start at `start`: as few groups as
   // possible, of about the same height.
   static __device__ __forceinline__ int word(int start, int count, int i, int rows) {
@@ -91,7 +94,7 @@ struct RowGroup {
     const bool tall = i < tall_blocks;
     const int height = tall ? low + 1 : low, number = tall ? i / height : taller + (i - tall_blocks) / height;
     const int first = tall ? number * height : tall_blocks + (number - taller) * height;
-    return (start + first) << 5 | (number & 1) << 4 | height;
+    return (start + first) << (kHeightBits + 1) | (number & 1) << kHeightBits | height;
   }
 };
 
