@@ -33,6 +33,7 @@ NIC, NIC_BARRIER = 50e9, 10e-6
 # The sort of a block: 18 us for 131072 slots, 12 us for 16384 (docs/kernels/sm90.md, "Kernel times"). A rank sorts the
 # slots of all ranks; its own are in the time of the block.
 SORT_SLOT = 6e-6 / (131072 - 16384)
+RING = 400_000_000  # bytes for tokens of other ranks, where a layer is said to be cut into turns
 WAVES = 2  # of tiles in a step of the overlap, in each matmul
 
 PASSES = ("forward", "both")
@@ -214,9 +215,10 @@ def join(forward: Time, backward: Time) -> Time:
 @dataclass(frozen=True)
 class Prediction:
     """One layer. Rows and bytes are the busiest rank's where they do not say "mean"; bytes are those of the dispatch,
-    the combine sends as many the other way. The flat buffer holds all tokens that come to a rank, the ring those of two
-    steps; with a ring all experts meet each step's tokens, which makes the products `ring_slowdown` times longer.
-    `ideal`: seconds of an even share of the rows on all SMs, with nothing to be sent."""
+    the combine sends as many the other way. The flat buffer has a place for every token of every other rank, of which
+    the share `filled` comes to the busiest one. A ring of `RING` bytes cuts a pass into `turns`; each meets all
+    experts, which makes the products of forward and backward `turns_slowdown` times longer. `ideal`: seconds of an even
+    share of the rows on all SMs, with nothing to be sent."""
 
     shape: str
     fabric: str
@@ -232,8 +234,9 @@ class Prediction:
     waves_up: float
     waves_down: float
     flat_bytes: int
-    ring_bytes: int
-    ring_slowdown: float
+    filled: float
+    turns: int
+    turns_slowdown: float
     forward: Time
     both: Time
     ideal: dict[str, float]
@@ -253,7 +256,7 @@ def predict(
     step = step_rows(shape, sms)
     waits = latency(ranks, tokens, shape, fabric)
 
-    def compute(which: str, parts: torch.Tensor | float = 1.0) -> torch.Tensor:
+    def compute(which: str, parts: int = 1) -> torch.Tensor:
         """[ranks] seconds, in so many parts one after the other"""
         return (cost[which].seconds(load.per_expert / parts, shape, fabric, sms) * parts).sum(1)
 
@@ -261,9 +264,9 @@ def predict(
     forward = phase(work["forward"], load, moved, step, waits[0])
     backward = phase(work["both"] - work["forward"], load, moved, step, waits[1])
 
-    came, routes_came = ((m - m.diag().diag()).sum(0) for m in (sent, load.routes))
-    share = 2 * step / routes_came.clamp(min=1)  # one step is multiplied while the next one comes
-    ring = compute("forward", torch.where(share < 1, load.rows / step, 1.0)[:, None])
+    flat = (ranks - 1) * tokens * row_bytes
+    came = (sent - sent.diag().diag()).sum(0).max().item() * row_bytes
+    turns = -(-flat // RING) or 1
     worst = int(load.rows.argmax())
     waves = [t.double().mean().item() / sms for t in tiles(load.per_expert, shape)]
     rows_each = torch.tensor(ranks * tokens * shape.top_k / shape.experts)
@@ -282,9 +285,10 @@ def predict(
         nic_bytes=busiest_port(split(sent, fabric.domain)[1]) * row_bytes,
         waves_up=waves[0],
         waves_down=waves[1],
-        flat_bytes=int(came.max()) * row_bytes,
-        ring_bytes=int((came * share.clamp(max=1)).max().ceil()) * row_bytes,
-        ring_slowdown=(ring[worst] / work["forward"][worst]).item(),
+        flat_bytes=flat,
+        filled=came / flat if flat else 0.0,
+        turns=turns,
+        turns_slowdown=(compute("both", turns)[worst] / work["both"][worst]).item(),
         forward=forward,
         both=join(forward, backward),
         ideal={which: t * shape.experts / ranks for which, t in alone.items()},

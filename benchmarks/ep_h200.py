@@ -6,9 +6,10 @@ Candidates, each with T tokens on every rank: `mok` is mok::experts_parallel ove
 every route sent on its own, `mok-nccl` the same op over all-to-all collectives (same kernels for the experts, nothing
 overlapped, the host waits), `nccl` all-to-all collectives of torch around grouped_mm compiled by Inductor, the way
 torchtitan does it, and `one` mok::experts with this rank's experts and T tokens on one GPU: what a rank does, but
-no communication. Passes: `forward`, and `both` with the backward. Times: CUDA events over several calls, after a
-barrier; of the ranks the slowest, of the rounds the median. Candidates take turns. One line of JSON a measurement;
-`link` is the time that the rows of the most loaded rank take on the link at the measured rate.
+no communication. Behind a name of ours may stand options of the transport, as in `mok ring=20`. Passes: `forward`,
+and `both` with the backward. Times: CUDA events over several calls, after a barrier; of the ranks the slowest, of the
+rounds the median. Candidates take turns. One line of JSON a measurement; `link` is the time that the rows of the most
+loaded rank take on the link at the measured rate.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def make(name: str, shape: Shape, tokens: int, kind: str, weights):
     if name == "one":
         ids = routing(tokens, shape._replace(experts=up.shape[0]), kind, 100 + rank)
     else:
-        transport = {"mok": "peer_memory", "mok-exact": "peer_memory exact=1", "mok-nccl": "collectives"}[name]
+        transport, _, options = name.partition(" ")
+        transport = {"mok": "peer_memory", "mok-exact": "peer_memory exact=1", "mok-nccl": "collectives"}[transport]
+        transport = f"{transport} {options}".strip()
         how |= {"group": dist.group.WORLD, "num_experts": shape.experts, "transport": transport}
     op, arguments = functional.inference, (x, ids, scale, bank, SPEC)
 

@@ -49,11 +49,13 @@ class Check:
 
 def check(measured: list[dict], costs: dict[str, dict[str, Cost]], setup: Setup, how: Zipf) -> list[Check]:
     """Of rows {"shape": [H, I, E, K], "ep", "tokens", "routing", "pass", "ms", "candidate"} those whose candidate is
-    "mok"."""
-    checks, predictions = [], {}
+    "mok"; of a point that was measured several times the last counts."""
+    checks, predictions, points = [], {}, {}
     for row in (r for r in measured if r.get("candidate") == "mok"):
-        shape = Shape(*row["shape"])
-        key = (shape, row["ep"], row["tokens"], row["routing"])
+        key = (Shape(*row["shape"]), row["ep"], row["tokens"], row["routing"])
+        points[key, row["pass"]] = key, row
+    for key, row in points.values():
+        shape = key[0]
         if key not in predictions:
             ids = ROUTINGS[row["routing"]](shape.experts, shape.top_k, how).ids(row["ep"], row["tokens"], how.seed)
             name = next((name for name, known in SHAPES.items() if known == shape), str(tuple(shape)))
@@ -86,13 +88,13 @@ def mega(count: float) -> str:
 
 def table(rows: list[Prediction]) -> list[str]:
     head = ["model", "fabric", "EP", "T", "routing", "rows mean", "rows worst", "dispatch MB route", "MB unique"]
-    head += ["of it by NIC", "waves up", "waves down", "flat MB", "ring MB", "ring compute", "forward ms", "limit"]
-    head += ["fwd+bwd ms", "limit", "of ideal fwd", "of ideal fwd+bwd"]
+    head += ["of it by NIC", "waves up", "waves down", "flat MB", "filled", "turns", "turns' compute"]
+    head += ["forward ms", "limit", "fwd+bwd ms", "limit", "of ideal fwd", "of ideal fwd+bwd"]
     body = []
     for p in rows:
         cells = [p.shape, p.fabric, p.ranks, p.tokens, p.routing, f"{p.rows_mean:.0f}", p.rows, mega(p.route_bytes)]
         cells += [mega(p.unique_bytes), mega(p.nic_bytes), f"{p.waves_up:.1f}", f"{p.waves_down:.1f}"]
-        cells += [mega(p.flat_bytes), mega(p.ring_bytes), f"x {p.ring_slowdown:.2f}"]
+        cells += [mega(p.flat_bytes), f"{p.filled:.2f}", p.turns, f"x {p.turns_slowdown:.2f}"]
         for time in (p.forward, p.both):
             cells += [f"{time.seconds * 1e3:.2f}", time.limit]
         body.append([*cells, *(f"{p.of_ideal(which):.2f}" for which in PASSES)])
@@ -107,7 +109,8 @@ def summary(rows: list[Prediction], tokens: int, ranks: tuple[int, ...] = (2, 8,
         "EP",
         "dispatch MB: route / unique",
         "waves up / down",
-        "buffer MB: flat / ring (products)",
+        "buffer MB (filled)",
+        "turns (products)",
         "forward ms",
     ]
     head += ["fwd+bwd ms", "limit", "of ideal", "Zipf: rows", "Zipf: of ideal", "one domain: of ideal"]
@@ -116,8 +119,8 @@ def summary(rows: list[Prediction], tokens: int, ranks: tuple[int, ...] = (2, 8,
         skewed, domain = found.get((name, n, "zipf-shuffled", "h200")), found.get((name, n, "balanced", "nvl72"))
         if routing == "balanced" and fabric == "h200" and n in ranks and skewed and domain:
             cells = [name, n, f"{mega(p.route_bytes)} / {mega(p.unique_bytes)}"]
-            ring = f"{mega(p.ring_bytes)} (x {p.ring_slowdown:.1f})"
-            cells += [f"{p.waves_up:.0f} / {p.waves_down:.0f}", f"{mega(p.flat_bytes)} / {ring}"]
+            cells += [f"{p.waves_up:.0f} / {p.waves_down:.0f}", f"{mega(p.flat_bytes)} ({p.filled:.2f})"]
+            cells += [f"{p.turns} (x {p.turns_slowdown:.2f})"]
             cells += [f"{p.forward.seconds * 1e3:.2f}", f"{p.both.seconds * 1e3:.2f}", p.both.limit]
             cells += [f"{p.of_ideal('both'):.2f}", f"x {skewed.rows / skewed.rows_mean:.1f}"]
             body.append([*cells, f"{skewed.of_ideal('both'):.2f}", f"{domain.of_ideal('both'):.2f}"])

@@ -60,8 +60,8 @@ def test_bytes_of_the_busiest_port():
     p = predicted(routing.traffic(IDS, SMALL.experts), cost.Setup(NO_LINK))
     assert (p.route_bytes, p.unique_bytes, p.nic_bytes) == (32, 16, 0)
     assert (p.rows_mean, p.rows) == (4.0, 5)
-    assert p.flat_bytes == p.ring_bytes == 16
-    assert predicted(routing.traffic(IDS, SMALL.experts), cost.Setup(NO_LINK, unique=False)).flat_bytes == 32
+    assert (p.flat_bytes, p.filled, p.turns) == (32, 0.5, 1)
+    assert predicted(routing.traffic(IDS, SMALL.experts), cost.Setup(NO_LINK, unique=False)).filled == 1.0
 
 
 def test_tiles_and_waves():
@@ -76,16 +76,17 @@ def test_tiles_and_waves():
     assert p.waves_up == p.waves_down == pytest.approx(20 / 124)
 
 
-def test_a_ring_costs_the_fixed_time_of_every_expert_in_every_step():
-    """An expert on each of two ranks with 20 steps' rows, half of them from the other: a ring of two steps of ten."""
+def test_turns_cost_the_fixed_time_of_every_expert_in_each(monkeypatch):
+    """An expert on each of two ranks, whose fixed time is that of 3 * 1000 rows, with 2000 rows, half of them from the
+    other. The ring has room for 400 of its 2000 tokens."""
     shape = shapes.Shape(hidden=960, inner=960, experts=2, top_k=1)
-    half = 10 * cost.step_rows(shape, cost.SMS - 8)
-    sent, each = torch.tensor([[half, half], [half, half]]), torch.tensor([[2 * half], [2 * half]])
-    c = cost.Cost("none", 3.0 * half, 1.0, 0)
-    p = cost.predict("", shape, "", routing.Traffic(sent, sent, each), 2 * half, cost.Setup(NO_LINK), {
+    sent, each = torch.full((2, 2), 1000), torch.full((2, 1), 2000)
+    c, row = cost.Cost("none", 3000.0, 1.0, 0), 960 * 2
+    monkeypatch.setattr(cost, "RING", 400 * row)
+    p = cost.predict("", shape, "", routing.Traffic(sent, sent, each), 2000, cost.Setup(NO_LINK), {
         "forward": c, "both": c})  # fmt: skip
-    assert p.flat_bytes == half * 960 * 2 and p.ring_bytes == p.flat_bytes // 5
-    assert p.ring_slowdown == pytest.approx((20 * 3 + 2) / (3 + 2))
+    assert (p.flat_bytes, p.filled, p.turns) == (2000 * row, 0.5, 5)
+    assert p.turns_slowdown == pytest.approx((5 * 3 + 2) / (3 + 2))
 
 
 def test_the_schedule_reads_and_sorts_the_ids_of_all_ranks():
@@ -160,7 +161,7 @@ def test_one_rank_is_the_block_that_was_measured():
             p = cost.predict(name, shape, "even", load, tokens, cost.Setup(cost.FABRICS["h200"]), costs[name])
             assert p.forward.seconds * 1e3 == pytest.approx(r["fwd_ms"])
             assert p.both.seconds * 1e3 == pytest.approx(r["both_ms"])
-            assert p.of_ideal("both") == pytest.approx(1.0) and p.ring_slowdown == 1.0
+            assert p.of_ideal("both") == pytest.approx(1.0) and p.turns == 1 and p.turns_slowdown == 1.0
 
 
 def test_what_was_measured_but_not_fitted_is_met():
@@ -172,7 +173,8 @@ def test_what_was_measured_but_not_fitted_is_met():
     assert len(checks) == len(measured) >= 12
     assert all(0.9 < c.ratio < 1.1 for c in checks), checks
     layer = {"shape": [2048, 768, 128, 8], "ep": 4, "tokens": 256, "routing": "balanced", "candidate": "mok"}
-    [first] = model.check([{**layer, "pass": "both", "ms": 1.0}], costs, setup, how)
+    [first] = model.check([{**layer, "pass": "both", "ms": ms} for ms in (9.0, 1.0)], costs, setup, how)
+    assert first.measured == 1.0, "the last one of a point"
     others = [
         {**layer, "pass": "both", "ms": first.predicted},
         {**layer, "pass": "both", "ms": 1.0, "candidate": "nccl"},

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mok_compile import build, engines
 from mok_compile.distributed import peer_memory, transports, windows
@@ -47,10 +49,28 @@ def test_group_has_as_many_numbers_as_the_kernels_take():
     wanted = int(re.search(r"a group has (\d+) numbers", tensors).group(1))
     shape = windows.Shape("group", None, 64, 2, False)
     fields = [_Somewhere() for _ in range(4)]
-    made = windows.Windows(shape, 0, 2, 128, 3.0, (16, 16), *fields)
+    made = windows.Windows(shape, 0, 2, 128, 3, 3.0, (16, 16), *fields)
     assert len(made.numbers) == wanted
     assert made.numbers[:6] == [0, 2, 128, 64, 2, 0]
     assert made.numbers[9] == 3_000_000_000
+    assert made.numbers[13] == 3
+    assert made.most == 384
+
+
+@given(
+    tokens=st.integers(0, 1 << 17), ranks=st.integers(1, 72), hidden=st.integers(1, 1024), megabytes=st.integers(0, 900)
+)
+def test_turns_fit_the_ring(tokens, ranks, hidden, megabytes):
+    shape, row = windows.Shape("group", None, 8 * hidden, 2, False, megabytes * 1_000_000), 16 * hidden * (ranks - 1)
+    if 0 < shape.ring < 128 * row:
+        with pytest.raises(ValueError, match=f"at least {-(-128 * row // 1_000_000)} MB"):
+            shape.turns(tokens, ranks)
+        return
+    capacity, turns = shape.turns(tokens, ranks)
+    assert capacity % 128 == 0 and capacity > 0 and turns > 0
+    assert capacity * turns >= tokens and (turns == 1 or capacity * (turns - 1) < tokens)
+    assert capacity * row <= shape.ring or turns == 1
+    assert turns == 1 or row * (tokens + 127) > shape.ring > 0, "cut without need"
 
 
 class _Somewhere:
@@ -104,11 +124,11 @@ def test_ranks_in_one_call_have_one_number():
     assert number not in others and len(set(others)) == len(others)
 
 
-def numbers_of(rank, ranks, options="", phase="forward", experts=5, capacity=256):
+def numbers_of(rank, ranks, options="", phase="forward", experts=5, capacity=256, turns=1):
     _, call = call_for(options=options)
     call = replace(call, sharding=Sharding(experts, ranks), spec=replace(call.spec, out_dtype="float32"))
     operands = call_for()[0]
-    where = SimpleNamespace(rank=rank, ranks=ranks, capacity=capacity, tokens=ranks * capacity)
+    where = SimpleNamespace(rank=rank, ranks=ranks, capacity=capacity, turns=turns, tokens=ranks * capacity)
     return peer_memory._how(operands, call, phase, where, peer_memory.Options.parse(options))
 
 
@@ -119,7 +139,8 @@ def test_a_call_has_as_many_numbers_as_the_kernels_take():
     arguments = (build.csrc() / "cuda" / "sm90" / "arguments.h").read_text(encoding="utf-8")
     how = numbers_of(1, 2)
     assert len(how.numbers) == int(re.search(r"a call has (\d+) numbers", header).group(1))
-    assert how.numbers[:5] == [5, 3, 3, 2, 1024] and how.kept == 3 * 1024 + 2
+    assert how.numbers[:5] == [5, 3, 3, 2, 1024] and how.kept == 3 * 1024 + 4
+    assert numbers_of(1, 2, turns=4).kept == 4 * how.kept
     dtypes = re.search(r"enum class Dtype : int \{ (.*?) \}", arguments).group(1).split(", ")
     layouts = re.search(r"enum class Layout : int \{ (.*?) \}", arguments).group(1).split(", ")
     assert (layouts[how.numbers[6]], dtypes[how.numbers[7]]) == ("kConcat", "kFloat32")

@@ -123,11 +123,11 @@ def test_options_that_are_none():
 def test_blocks_that_share_a_window_read_with_their_own_sms(monkeypatch):
     shape = windows.Shape("group", torch.device("cpu"), 64, 2, False)
     four = [torch.zeros(4, dtype=torch.int64) for _ in range(4)]
-    monkeypatch.setitem(windows._windows, shape, windows.Windows(shape, 0, 2, 128, 1.0, (16, 16), *four))
+    monkeypatch.setitem(windows._windows, shape, windows.Windows(shape, 0, 2, 128, 1, 1.0, (16, 16), *four))
     for text in ("sms=4 backward_sms=8", "sms=32 backward_sms=2"):
         options = peer_memory.Options.parse(text)
         found = windows.windows_for(shape, None, 4, "", None, options)
-        assert found.numbers[-2:] == [options.sms, options.backward_sms]
+        assert found.numbers[11:13] == [options.sms, options.backward_sms]
 
 
 def refused(capsys, *arguments):

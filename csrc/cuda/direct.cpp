@@ -240,8 +240,7 @@ void experts_backward_op(StableIValue* stack, uint64_t, uint64_t) {
                       is_dense(h, {n.slots(), parts.columns * parts.count}, dtype, device) &&
                       is_dense(order, {n.slots()}, ScalarType::Int, device) &&
                       is_dense(offsets, {n.experts}, ScalarType::Int, device);
-    // What the down bias adds to the gradient of weights is Python's.
-    if (!fits || (needs.weights && o.down_bias)) in.reset();
+    if (!fits) in.reset();
   }
   stack[0] = from(run(in, [&](const Ready& in, int64_t stream) {
     return backward(dy, in.operands, h, order, offsets, needs, stream);

@@ -9,7 +9,7 @@ namespace mok::sm90 {
 // those of its group, of which this one knows more.
 struct Exchange {
   Group group;
-  int64_t hidden, top_k;
+  int64_t hidden, top_k, turns;
   bool by_route;               // results come one by one
   int sms, backward_sms;       // how many CTAs pull
   int64_t window;              // this rank's, an address
@@ -27,6 +27,7 @@ struct Exchange {
     window = v[10];
     sms = int(v[11]);
     backward_sms = int(v[12]);
+    turns = v[13];
     experts = how[0];
     per_rank = how[1];
     first = how[2];
@@ -38,14 +39,13 @@ struct Exchange {
   }
 };
 
-// The arguments of `sum`, and the memory that they need: y [T, H] and dweights [T, K] as far as they are given, of
-// slots ids [T, K]; `weights` those of routes that come one by one, or null.
+// The arguments of `sum`: y [T, H] and dweights [T, K] as far as they are given, of slots ids [T, K]. Of routes that
+// come one by one also their weights, or null, and `scratch` for capacity * K ints.
 struct Summed {
   SumArguments arguments{};
-  MaybeTensor position;
 
   Summed(const Exchange& to, ScalarType dtype, const Tensor& ids, const Tensor* weights, const MaybeTensor& y,
-         const MaybeTensor& dweights) {
+         const MaybeTensor& dweights, const MaybeTensor& scratch) {
     SumArguments& in = arguments;
     in.group = to.group;
     in.sizes = {ids.size(0), to.hidden, 0, to.experts, to.top_k};
@@ -63,8 +63,7 @@ struct Summed {
     }
     if (!to.by_route) return;
     if (y) {
-      position = empty({ids.size(0), to.top_k}, ScalarType::Int, ids);
-      in.position = ints_of(*position);
+      in.position = ints_of(*scratch);
       in.routes = reinterpret_cast<const void*>(to.window + to.group.window.sums);
     }
     if (weights) {

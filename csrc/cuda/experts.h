@@ -32,7 +32,7 @@ Tensors forward(const Operands& in, Dtype out, int64_t stream);
 Tensor infer(const Operands& in, Dtype out, std::optional<bool> few, int64_t stream);
 
 // The gradients of x, weights, up, down, up_bias, down_bias that are needed, those of several tensors one after the
-// other; what the down bias adds to the gradient of weights is left out.
+// other.
 struct Needs {
   bool x, weights, up, down, up_bias, down_bias;
 };

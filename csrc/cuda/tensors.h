@@ -161,12 +161,12 @@ inline void* stream_of(int64_t stream) { return reinterpret_cast<void*>(stream);
 
 // As mok_compile/distributed/windows.py packs it.
 inline Group group_of(const Integers& v) {
-  STD_TORCH_CHECK(v.size() == 13, "mok-compile, sm90 engine: a group has 13 numbers");
+  STD_TORCH_CHECK(v.size() == 14, "mok-compile, sm90 engine: a group has 14 numbers");
   Group g{};
   g.rank = int(v[0]);
   g.ranks = int(v[1]);
   g.capacity = v[2];
-  g.window = Window::of(v[1], v[2], v[3], v[4], v[5] != 0);
+  g.window = Window::of(v[1], v[2], v[3], v[4], v[5] != 0, v[13]);
   g.windows = reinterpret_cast<const int64_t*>(v[6]);
   g.state = reinterpret_cast<int*>(v[7]);
   g.report = reinterpret_cast<int*>(v[8]);

@@ -33,15 +33,18 @@ class Options:
     room: rows that a rank can take from all ranks, as a multiple of an even share (more of them are an error on all
     ranks, nothing is dropped). max_tokens: tokens that a rank can have; without it, as many as the largest rank has in
     the first call. timeout: seconds that a rank waits for another. exact: every route comes back on its own, for the
-    bits of one process. sms, backward_sms: how many of the GPU's processors read from other ranks before they take part
-    in the products; 0 for what ``python -m mok_compile tune`` has stored for the shape, else 16. None of these changes
-    the result, except that `exact` changes how it is rounded.
+    bits of one process. ring: megabytes for the tokens that come from other ranks, 0 for as many as there are; where
+    that does not suffice, a pass is cut into turns, and backward reads again what forward has read. sms, backward_sms:
+    how many of the GPU's processors read from other ranks before they take part in the products; 0 for what
+    ``python -m mok_compile tune`` has stored for the shape, else 16. None of these changes the result, except that
+    `exact` changes how it is rounded, and gradients of weights are rounded once for each turn.
     """
 
     room: float = 2.0
     max_tokens: int = 0
     timeout: float = 300.0
     exact: bool = False
+    ring: int = 0
     sms: int = 0
     backward_sms: int = 0
 
@@ -60,10 +63,10 @@ class Options:
             except ValueError as error:
                 raise ValueError(f"peer_memory: {name}={value!r}: {error}") from None
         found = Options(**given)
-        if not 0 < found.room < 1e6 or not 0 < found.timeout < 1e6 or found.max_tokens < 0:
-            raise ValueError(
-                f"peer_memory: room and timeout are positive and below a million, max_tokens not negative: {text!r}"
-            )
+        if not 0 < found.room < 1e6 or not 0 < found.timeout < 1e6:
+            raise ValueError(f"peer_memory: room and timeout are positive and below a million: {text!r}")
+        if found.max_tokens < 0 or not 0 <= found.ring < 1e6:
+            raise ValueError(f"peer_memory: max_tokens and ring are not negative, ring is below a million: {text!r}")
         if not all(0 <= n <= tuned.MAX_SMS for n in (found.sms, found.backward_sms)):
             raise ValueError(
                 f"peer_memory: sms and backward_sms are from 1 to {tuned.MAX_SMS}, or 0 for what is tuned: {text!r}"
@@ -126,22 +129,10 @@ class PeerMemory:
                 raise RuntimeError(
                     "mok::experts_parallel: between this block's forward and backward pass its windows were made anew"
                 )
-            tensors = _tensors(operands)
             dy = sm90.aligned(dy.to(operands.x.dtype))
             kept = (saved.rows, saved.h, saved.plan)
-            arguments = (dy, *tensors, how.activation, *kept, needs, how.numbers, group, stream)
-            grads = _launched(torch.ops.mok_sm90.backward_parallel, arguments, operands, call, windows)
-            if operands.down_bias and operands.local_experts:
-                *grads, other_dy, scores, plan = grads
-                x, ids, *_, down_bias = tensors
-                need_x, need_weights, *_ = needs
-                scores += sm90.bias_score(*_of_all_ranks(dy, other_dy, saved.plan, windows), down_bias)
-                rest = iter(grads)
-                dx, dweights = next(rest) if need_x else None, next(rest) if need_weights else None
-                torch.ops.mok_sm90.end_backward(
-                    x, ids, saved.plan, scores, plan, dx, dweights, list(rest), how.numbers, group, stream
-                )
-        return grads
+            arguments = (dy, *_tensors(operands), how.activation, *kept, needs, how.numbers, group, stream)
+            return _launched(torch.ops.mok_sm90.backward_parallel, arguments, operands, call, windows)
 
 
 @dataclass(frozen=True)
@@ -160,10 +151,10 @@ def _ready(operands: Operands, call: Call, phase: str) -> tuple[Windows, _How]:
     options, (hidden, top_k) = Options.parse(call.options).settled(operands, call), (x.shape[-1], ids.shape[-1])
     peers = Peers(call.group, call.sharding.ranks, x.device)
     windows = windows_for(
-        Shape(peers.group, x.device, hidden, top_k, options.exact),
+        Shape(peers.group, x.device, hidden, top_k, options.exact, options.ring * 1_000_000),
         peers, x.shape[0], lambda: _describe(operands, call), lambda: _problem(operands, call, peers.rank), options,
     )  # fmt: skip
-    key = (phase, hidden, top_k, x.dtype, windows.capacity, windows.rank)
+    key = (phase, hidden, top_k, x.dtype, windows.capacity, windows.turns, windows.rank)
     how = call.known.get(key)
     if how is None:
         how = call.known[key] = _how(operands, call, phase, windows, options)
@@ -179,7 +170,7 @@ def _how(operands: Operands, call: Call, phase: str, windows: Windows, options: 
         *(sharding.num_experts, sharding.per_rank, sharding.first(rank), local),
         *(max(128, room // 128 * 128), _number(operands, call, phase), layout, sm90.NUMBERS[call.spec.dtype]),
     ]
-    return _How(activation, numbers, 3 * slots + local)
+    return _How(activation, numbers, windows.turns * (-(-(3 * slots + local) // 4) * 4))
 
 
 def _tensors(operands: Operands) -> tuple:
@@ -202,14 +193,6 @@ def _launched(op, arguments: tuple, operands: Operands, call: Call, windows: Win
         if problem is None:
             raise
         raise ValueError(f"mok::experts_parallel on rank {windows.rank} of {windows.ranks}: {problem}") from None
-
-
-def _of_all_ranks(dy, other_dy, plan, windows: Windows) -> tuple[torch.Tensor, torch.Tensor]:
-    """dy [ranks * capacity, H] and the ids of its tokens' slots, those of other ranks' experts -1."""
-    first, slots = windows.rank * windows.capacity, windows.tokens * windows.shape.top_k
-    missing = dy.new_zeros(windows.capacity - dy.shape[0], dy.shape[1])
-    ids = plan[slots : 2 * slots].view(windows.tokens, windows.shape.top_k)
-    return torch.cat([other_dy[:first], dy, missing, other_dy[first:]]), ids
 
 
 def _number(operands: Operands, call: Call, phase: str) -> int:

@@ -45,30 +45,47 @@ FAULTS = (
     ),
 )
 TOKENS, REFUSED = 3, 6  # of these, what a host finds by itself
+STEP = 128  # what numbers of tokens are rounded up to
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a window is for: exchanges of a group's ranks, on one device, of rows of `hidden` numbers of 16 bits and
-    `top_k` slots per token; with `exact`, results come back one row for each route. The group itself, not its name: a
-    new group of that name may have its ranks elsewhere."""
+    `top_k` slots per token; with `exact`, results come back one row for each route. `ring`: bytes for the tokens that
+    come from other ranks, 0 for as many as there can be. The group itself, not its name: a new group of that name may
+    have its ranks elsewhere."""
 
     group: dist.ProcessGroup
     device: torch.device
     hidden: int
     top_k: int
     exact: bool
+    ring: int = 0
+
+    def turns(self, tokens: int, ranks: int) -> tuple[int, int]:
+        """How a pass of up to `tokens` on each of the `ranks` is cut: tokens of a rank in a turn, a multiple of `STEP`,
+        and turns. ValueError if the ring has no room for that many of each other rank."""
+        step = 2 * self.hidden * (ranks - 1) * STEP  # bytes
+        if 0 < self.ring < step:
+            raise ValueError(
+                f"mok::experts_parallel: a ring of {self.ring / 1e6:g} MB has no room for {STEP} tokens of each of the "
+                f"{ranks - 1} other ranks: it takes at least {-(-step // 10**6)} MB"
+            )
+        steps = max(1, -(-tokens // STEP))
+        turns = -(-steps // (self.ring // step)) if self.ring and step else 1
+        return -(-steps // turns) * STEP, turns
 
 
 @dataclass
 class Windows:
-    """The windows of all ranks, as this rank sees them. `capacity`: tokens that a rank can have; `sms`: how many SMs
-    read from other ranks, in forward and in backward."""
+    """The windows of all ranks, as this rank sees them. `capacity`: tokens that a rank can have in one of a pass'
+    `turns`; `sms`: how many SMs read from other ranks, in forward and in backward."""
 
     shape: Shape
     rank: int
     ranks: int
     capacity: int
+    turns: int
     timeout: float
     sms: tuple[int, int]
     own: torch.Tensor
@@ -79,15 +96,18 @@ class Windows:
     captured: bool = False
 
     @staticmethod
-    def make(shape: Shape, peers: Peers, capacity: int, timeout: float, sms: tuple[int, int]) -> Windows:
-        """By all ranks together; waits for the device. RuntimeError where a GPU cannot reach another one's memory."""
+    def make(shape: Shape, peers: Peers, tokens: int, timeout: float, sms: tuple[int, int]) -> Windows:
+        """By all ranks together, for up to `tokens` on each; waits for the device. RuntimeError where a GPU cannot
+        reach another one's memory."""
+        capacity, turns = shape.turns(tokens, peers.ranks)
         ops, device, slots = torch.ops.mok_sm90, shape.device, peers.ranks * capacity * shape.top_k
         if slots > MAX_SLOTS:
             raise ValueError(
                 f"mok::experts_parallel: {peers.ranks} ranks of up to {capacity} tokens with {shape.top_k} experts "
-                f'each have {slots} routes, and peer memory takes {MAX_SLOTS}; transport="collectives" takes more'
+                f"each have {slots} routes, and peer memory takes {MAX_SLOTS}: cut them into turns with "
+                'transport="peer_memory ring=..."'
             )
-        size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact)
+        size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact, turns)
         with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
             # Not symmetric_memory.empty: that cuts a pool, and says nothing of where in it the tensor begins.
             own = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
@@ -100,12 +120,12 @@ class Windows:
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         state = torch.zeros(ops.group_state(), dtype=torch.int32, device=device)
         report = torch.zeros(ops.fault_numbers(), dtype=torch.int32, pin_memory=True)
-        return Windows(shape, peers.rank, peers.ranks, capacity, timeout, sms, own, addresses, state, report)
+        return Windows(shape, peers.rank, peers.ranks, capacity, turns, timeout, sms, own, addresses, state, report)
 
     @property
     def numbers(self) -> list[int]:
         """For the kernels, see `group_of` in csrc/cuda/tensors.h."""
-        return [*self._what, int(self.timeout * 1e9), self._own, *self.sms]
+        return [*self._what, int(self.timeout * 1e9), self._own, *self.sms, self.turns]
 
     @functools.cached_property
     def _what(self) -> tuple[int, ...]:
@@ -119,8 +139,13 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        """Of all ranks, as far as there is room."""
+        """Of all ranks in a turn, as far as there is room."""
         return self.ranks * self.capacity
+
+    @property
+    def most(self) -> int:
+        """Tokens that a rank can have."""
+        return self.turns * self.capacity
 
     def fault(self) -> str | None:
         """What the kernels of this rank have reported so far, which is what those of all ranks report."""
@@ -181,14 +206,12 @@ def windows_for(
                 "captured in a CUDA graph; run the block once before"
             )
         said = peers.agree("setting up", describe(), problem(), [max(tokens, options.max_tokens or 0)])
-        capacity = max(128, *(-(-most // 128) * 128 for most, *_ in said))
-        found = _windows[shape] = Windows.make(
-            shape, peers, capacity, options.timeout, (options.sms, options.backward_sms)
-        )
-    elif tokens > found.capacity:
-        found.refuse(TOKENS, tokens, found.capacity)
+        sms = (options.sms, options.backward_sms)
+        found = _windows[shape] = Windows.make(shape, peers, max(most for most, *_ in said), options.timeout, sms)
+    elif tokens > found.most:
+        found.refuse(TOKENS, tokens, found.most)
         raise ValueError(
-            f"mok::experts_parallel: rank {found.rank} has {tokens} tokens, and there is room for {found.capacity}, as "
+            f"mok::experts_parallel: rank {found.rank} has {tokens} tokens, and there is room for {found.most}, as "
             'many as the largest rank had in the first call: set transport="peer_memory max_tokens=..."'
         )
     # This call's: blocks that share a window may differ in them.

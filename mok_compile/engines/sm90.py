@@ -87,8 +87,6 @@ class Sm90:
             made = iter(launched(torch.ops.mok_sm90.backward, dy, *block, h, order, offsets, wanted, stream_of(x)))
         dx, dweights = (next(made) if wanted[i] else None for i in range(2))
         of_experts = list(made)
-        if dweights is not None and experts.down_bias is not None:
-            dweights += bias_score(dy, ids, _stacked(experts.down_bias)).to(dweights.dtype)
         if on_input:
             dx, dweights = _unweighted(dx, *routed, ids, len(experts), need_x, need_weights)
         if isinstance(experts.down, list):
@@ -223,13 +221,6 @@ def _unweighted(dx, x, weights, ids, num_experts, need_x, need_weights):
     dweights = torch.where(valid, (dx.float() * x.float()).sum(1, keepdim=True), 0).to(weights.dtype)
     dx = (dx * _weight_rows(ids, weights, num_experts)).to(x.dtype)
     return dx if need_x else None, dweights if need_weights else None
-
-
-def bias_score(dy, ids, bias):
-    """[T, K]: <dy[t], bias of the slot's expert>, what the down bias adds to the routing weight's gradient."""
-    valid = (ids >= 0) & (ids < bias.shape[0])
-    score = (dy.float() @ bias.float().t()).gather(1, torch.where(valid, ids, 0).long())
-    return torch.where(valid, score, 0)
 
 
 @functools.lru_cache(maxsize=256)

@@ -89,9 +89,10 @@ def error(found, wanted):
     return value if value == value else float("inf")
 
 
-def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", exact=False, **how):
+def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", exact=False, like=None, **how):
     """Outputs and gradients of every rank against float32 with all tokens and experts, with an error at most twice that
-    of one GPU in 16 bits; and twice, to the same bits. Prints `=` where they are those of one GPU."""
+    of one GPU in 16 bits; and twice, to the same bits. Prints `=` where they are those of one GPU. `like`: a transport
+    that gives the same bits, but for gradients of weights and biases."""
     tokens = [*tokens, *[tokens[-1]] * (dist.get_world_size() - len(tokens))][: dist.get_world_size()]
     operands = block(tokens, hidden, inner, experts, top_k, **how)
     layout = how.get("layout", "concat")
@@ -102,6 +103,10 @@ def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", 
     found_y, found = both(own, spec, **parallel(experts, transport))
     again_y, again = both(own, spec, **parallel(experts, transport))
     bits = torch.equal(found_y, again_y)
+    if like is not None:
+        like_y, like_found = both(own, spec, **parallel(experts, like))
+        same_bits = [(found_y, like_y), (found.x, like_found.x), (found.weights, like_found.weights)]
+        bits = bits and all(torch.equal(a, b) for a, b in same_bits)
     worst = {"y": error(found_y, wanted_y[rows])}
     same, theirs = {"y": torch.equal(found_y, alone_y[rows])}, {"y": error(alone_y, wanted_y)}
     first, second, reference, one = grads_of(found), grads_of(again), grads_of(wanted), grads_of(alone)
@@ -131,6 +136,7 @@ def values():
         check("one token", [1, 0], 256, 128, 8, 8),
         check("fewer experts than ranks", [40, 30], 256, 128, 1, 1),
         check("all to one rank", [300, 300], 512, 192, 16, 4, skew=True, transport=all_rows),
+        check("few tokens beside many", [6000, 5], 136, 72, 8, 2, transport=all_rows),
         check("slots without expert", [150, 70], 256, 128, 8, 4, holes=True),
         check("biases", [90, 120], 256, 128, 8, 2, bias=True),
         check("separate", [90, 120], 256, 128, 8, 2, layout="separate"),
@@ -141,12 +147,43 @@ def values():
     return all(results)
 
 
+def ring_for(tokens, hidden):
+    """A ring for so many tokens of each other rank."""
+    return -(-2 * hidden * tokens * (dist.get_world_size() - 1) // 1_000_000)
+
+
+def rings():
+    """Passes cut into turns, with ranks whose tokens end before the last one."""
+    ring = f"peer_memory ring={ring_for(512, 1024)}"
+    all_rows = f"peer_memory room={dist.get_world_size()}"
+    wide = f"{all_rows} ring={ring_for(512, 1024)}"
+    results = [
+        check("ring", [3000, 2500], 1024, 512, 32, 8, ring, like="peer_memory"),
+        check("ring, uneven", [1700, 0, 130], 1024, 136, 5, 3, ring, like="peer_memory", bias=True),
+        check("ring, separate", [100, 2000], 1024, 128, 8, 2, ring, like="peer_memory", layout="separate", holes=True),
+        check("ring, one expert", [1500, 900], 1024, 128, 1, 1, wide, like=all_rows),
+        check("ring, skewed", [1300, 900], 1024, 192, 16, 4, wide, like=all_rows, skew=True),
+        check("ring, exact", [3000, 2500], 1024, 512, 32, 8, f"{ring} exact=1", exact=True, like="peer_memory exact=1"),
+    ]
+    windows.release()
+    tokens = [3000] * dist.get_world_size()
+    own, _, _ = mine(block(tokens, 1024, 128, 8, 2), tokens, 8)
+    _, context = functional.forward(*own[:4], ExpertsSpec("silu(gate) * up", "concat", "bfloat16"), **parallel(8, ring))
+    rows = context.saved[0]
+    limit = ring_for(512, 1024) * 1_000_000
+    results.append(0 < rows.numel() * rows.element_size() <= limit)
+    print(f"{'ok  ' if results[-1] else 'BAD '} kept rows {tuple(rows.shape)}, ring of {limit} bytes", flush=True)
+    functional.backward(own[4], context)
+    return all(results)
+
+
 def small():
     """For compute-sanitizer, under which everything takes long."""
     return all(
         [
             check("uneven", [5, 2], 72, 40, 5, 2, bias=True, transport="peer_memory timeout=100"),
             check("exact", [5, 0], 72, 40, 5, 2, transport="peer_memory exact=1 timeout=100"),
+            check("ring", [130, 2], 3904, 40, 5, 2, transport=f"peer_memory ring={ring_for(128, 3904)} timeout=100"),
         ]
     )
 
@@ -192,23 +229,27 @@ def streams():
 
 def graphs():
     """Forward and backward in a CUDA graph, replayed with other tokens."""
+    return graph(256, 512, "peer_memory") and graph(1100, 1024, f"peer_memory ring={ring_for(512, 1024)}")
+
+
+def graph(tokens, hidden, transport):
     windows.release()
-    tokens = [256] * dist.get_world_size()
+    tokens = [tokens] * dist.get_world_size()
     spec = ExpertsSpec("silu(gate) * up", "concat", "bfloat16")
-    (x, ids, weights, bank, dy), _, _ = mine(block(tokens, 512, 256, 16, 4, seed=3), tokens, 16)
-    how = parallel(16, "peer_memory")
+    (x, ids, weights, bank, dy), _, _ = mine(block(tokens, hidden, 256, 16, 4, seed=3), tokens, 16)
+    how = parallel(16, transport)
     for _ in range(2):
         both((x, ids, weights, bank, dy), spec, **how)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
         y, grads = both((x, ids, weights, bank, dy), spec, **how)
     well = True
     for seed in (3, 4, 5):
-        fresh, _, _ = mine(block(tokens, 512, 256, 16, 4, seed=seed), tokens, 16)
+        fresh, _, _ = mine(block(tokens, hidden, 256, 16, 4, seed=seed), tokens, 16)
         for to, value in zip((x, ids, weights, dy), (fresh[0], fresh[1], fresh[2], fresh[4]), strict=True):
             to.copy_(value)
-        graph.replay()
+        captured.replay()
         torch.cuda.synchronize()
         wanted_y, wanted = both((x, ids, weights, bank, dy), spec, **how)
         well = (

@@ -40,7 +40,7 @@ def test_example(flags):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_peer_memory(ranks):
-    cases = ["values", "graphs", "faults"]
+    cases = ["values", "rings", "graphs", "faults"]
     if ranks <= max(2, torch.cuda.device_count()):  # takes long where ranks share a GPU
         cases += ["repeats", "streams"]
     said = spread("tests/gpu/ep_ranks.py", *cases, ranks=ranks)

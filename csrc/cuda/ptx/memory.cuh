@@ -175,6 +175,13 @@ __device__ __forceinline__ void send_box(const CUtensorMap* map, uint32_t from, 
       "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+// The same, but adds to what is there, rounded to the tensor's dtype.
+__device__ __forceinline__ void add_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
 __device__ __forceinline__ void sends_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until what this thread has sent is read: its shared memory can be written again.
 __device__ __forceinline__ void sends_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -330,6 +330,7 @@ struct WeightGradArguments {
   bool dense_first;
   void* out;
   int ticket;  // which counter of the plan
+  bool add;    // to what `out` holds, rounded once more
 };
 const char* weight_grad(const WeightGradArguments& arguments, void* stream);
 
@@ -345,8 +346,20 @@ struct BiasGradArguments {
   const void* weights;
   Dtype weights_dtype;
   void* out;
+  bool add;  // to what `out` holds
 };
 const char* bias_grad(const BiasGradArguments& arguments, void* stream);
+
+// dscore[row] += <dy[token of row], the down bias [E, H] of its expert>, for every sorted row.
+struct BiasScoreArguments {
+  Sizes sizes;
+  Dtype dtype;
+  Plan plan;
+  TokenRows dy;
+  const void* bias;
+  float* dscore;
+};
+const char* bias_score(const BiasScoreArguments& arguments, void* stream);
 
 // out [T, out_stride] columns [0, columns) = sum over the token's slots, in slot order, of (weight *) rows [S,
 // columns]. With dscore, also dweights[slot] = sum over tiles of dscore. Poisons the output if a wait has timed out.

@@ -1,5 +1,7 @@
-// Gradients of biases: per expert the sum over its sorted rows. One CTA per expert and 64 columns; a thread adds every
-// 32nd row, the 32 sums are added in order.
+// Gradients of biases, per expert the sum over its sorted rows: one CTA per expert and 64 columns; a thread adds every
+// 32nd row, the 32 sums are added in order. And what the down bias adds to those of the routing weights.
+#include <algorithm>
+
 #include "launch.cuh"
 #include "rows.cuh"
 
@@ -12,7 +14,7 @@ constexpr int kSumThreads = 256, kLanes = kPanel / 8, kSums = kSumThreads / kLan
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     bias_grad_kernel(const T* panels, TokenRows dy, Numbers weights, Plan plan, T* out, int columns, int part_panels,
-                     int parts, Dtype dtype) {
+                     int parts, Dtype dtype, bool add) {
   __shared__ float sums[kSums][kPanel];
   const int panel = blockIdx.x, expert = blockIdx.y, number = threadIdx.x / kLanes, lane = threadIdx.x % kLanes * 8;
   const int part = panel / part_panels, column = (panel - part * part_panels) * kPanel;
@@ -37,7 +39,35 @@ __global__ void __launch_bounds__(kSumThreads)
   float total = 0.0f;
   for (int i = 0; i < kSums; ++i) total += sums[i][threadIdx.x];
   const int64_t to = (static_cast<int64_t>(expert) * parts + part) * columns + column + threadIdx.x;
-  Numbers{out, dtype}.store(to, total);
+  const Numbers outs{out, dtype};
+  outs.store(to, add ? outs.load(to) + total : total);
+}
+
+// A warp for every row; the CTAs of one y share an expert.
+template <class T>
+__global__ void __launch_bounds__(kSumThreads)
+    bias_score_kernel(TokenRows dy, const T* bias, Plan plan, float* dscore, int columns) {
+  if (*plan.error != 0) return;  // perhaps there is no room for so many rows
+  const int expert = blockIdx.y, lane = threadIdx.x % 32, first = lane * 8;
+  const int start = expert ? plan.offsets[expert - 1] : 0, end = plan.offsets[expert];
+  const RowAddresses tokens(dy, columns, first);
+  const T* const biases = bias + int64_t(expert) * columns;
+  for (int row = start + (blockIdx.x * kSumThreads + threadIdx.x) / 32; row < end;
+       row += gridDim.x * kSumThreads / 32) {
+    const uint4* const from = reinterpret_cast<const uint4*>(tokens.of(plan.token[row]));
+    float sum = 0.0f;
+    for (int column = first; column < columns; column += 32 * 8) {
+      float products[8] = {};
+      add8<T>(products, __ldg(reinterpret_cast<const uint4*>(biases + column)), 1.0f);
+      float values[8] = {};
+      add8<T>(values, __ldg(from + (column - first) / 8), 1.0f);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += products[i] * values[i];
+    }
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane == 0) dscore[row] += sum;
+  }
 }
 
 template <class T>
@@ -45,7 +75,17 @@ const char* run(const BiasGradArguments& in, void* stream) {
   const dim3 grid(unsigned(in.parts.count * in.parts.panels()), unsigned(in.sizes.experts));
   bias_grad_kernel<T><<<grid, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<const T*>(in.panels), in.dy, Numbers{const_cast<void*>(in.weights), in.weights_dtype}, in.plan,
-      static_cast<T*>(in.out), int(in.parts.columns), int(in.parts.panels()), int(in.parts.count), in.dtype);
+      static_cast<T*>(in.out), int(in.parts.columns), int(in.parts.panels()), int(in.parts.count), in.dtype, in.add);
+  return check(cudaGetLastError());
+}
+
+template <class T>
+const char* run_score(const BiasScoreArguments& in, void* stream) {
+  // Enough warps for the device where one expert has all rows.
+  const int64_t ctas = (in.sizes.slots() + kSumThreads / 32 - 1) / (kSumThreads / 32);
+  const dim3 grid(unsigned(std::min<int64_t>(ctas, 4 * multiprocessors())), unsigned(in.sizes.experts));
+  bias_score_kernel<T><<<grid, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      in.dy, static_cast<const T*>(in.bias), in.plan, in.dscore, int(in.sizes.hidden));
   return check(cudaGetLastError());
 }
 
@@ -53,6 +93,10 @@ const char* run(const BiasGradArguments& in, void* stream) {
 
 const char* bias_grad(const BiasGradArguments& in, void* stream) {
   return in.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16>(in, stream) : run<__half>(in, stream);
+}
+
+const char* bias_score(const BiasScoreArguments& in, void* stream) {
+  return in.dtype == Dtype::kBFloat16 ? run_score<__nv_bfloat16>(in, stream) : run_score<__half>(in, stream);
 }
 
 }  // namespace mok::sm90

@@ -19,20 +19,24 @@ __device__ __forceinline__ int id_at(const void* ids, Dtype dtype, int64_t i, in
 }
 
 __global__ void __launch_bounds__(kExchangeThreads)
-    publish_kernel(const __grid_constant__ Group g, int call, bool routed, const uint4* rows, int64_t chunks,
-                   const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts, int top_k) {
+    publish_kernel(const __grid_constant__ Group g, int call, bool routed, const uint4* rows, const uint4* again,
+                   int64_t chunks, const void* ids, Dtype ids_dtype, Numbers weights, int tokens, int experts,
+                   int top_k) {
   const int64_t threads = int64_t(gridDim.x) * blockDim.x, thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (tokens <= g.capacity) {
-    uint4* const to = in_window<uint4>(g, g.rank, g.window.rows);
-    for (int64_t i = thread; i < chunks; i += threads * kInFlight) {
-      uint4 part[kInFlight];
+    const auto copy = [&](uint4* to, const uint4* from) {
+      for (int64_t i = thread; i < chunks; i += threads * kInFlight) {
+        uint4 part[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j)
-        if (i + j * threads < chunks) part[j] = ptx::load_once(rows + i + j * threads);
+        for (int j = 0; j < kInFlight; ++j)
+          if (i + j * threads < chunks) part[j] = ptx::load_once(from + i + j * threads);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j)
-        if (i + j * threads < chunks) to[i + j * threads] = part[j];
-    }
+        for (int j = 0; j < kInFlight; ++j)
+          if (i + j * threads < chunks) to[i + j * threads] = part[j];
+      }
+    };
+    copy(in_window<uint4>(g, g.rank, g.window.rows), rows);
+    if (again) copy(in_window<uint4>(g, g.rank, g.window.again), again);
     if (routed) {
       int* const to_ids = in_window<int>(g, g.rank, g.window.ids);
       float* const to_weights = in_window<float>(g, g.rank, g.window.weights);
@@ -189,8 +193,9 @@ const char* publish(const PublishArguments& in, void* stream) {
   const int64_t chunks = n.tokens * n.hidden / 8;
   publish_kernel<<<grid_for(chunks / kInFlight + n.slots() / 4, 2 * multiprocessors()), kExchangeThreads, 0,
                    static_cast<cudaStream_t>(stream)>>>(
-      in.group, in.call, in.routed, static_cast<const uint4*>(in.rows), chunks, in.ids, in.ids_dtype,
-      Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts), int(n.top_k));
+      in.group, in.call, in.routed, static_cast<const uint4*>(in.rows), static_cast<const uint4*>(in.again), chunks,
+      in.ids, in.ids_dtype, Numbers{const_cast<void*>(in.weights), in.weights_dtype}, int(n.tokens), int(n.experts),
+      int(n.top_k));
   return check(cudaGetLastError());
 }
 

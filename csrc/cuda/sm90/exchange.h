@@ -11,6 +11,10 @@
 //   push      the sum over a token's slots here goes into its rank's window, one row for each pair of ranks
 //   sum       every rank adds up what the ranks have pushed, in order of the ranks
 //
+// A pass may take several exchanges, *turns*: each rank's tokens in parts of at most `capacity`, one part after the
+// other, and in backward the last one first. What is read from other ranks then has room for a turn's tokens only:
+// backward reads again what forward has read, but for the last turn, whose tokens are still there.
+//
 // Nothing but the two flags of a pair of ranks (published, finished) tells them of each other, and what comes with the
 // first. No window needs to be double: a rank publishes again only once all ranks have finished, hence read; it is
 // written into only after it has published again, hence has summed.
@@ -27,6 +31,7 @@ struct Window {
   int64_t ids;      // [capacity][K] int32, -1: no expert
   int64_t weights;  // [capacity][K] float
   int64_t rows;     // [capacity][H]
+  int64_t again;    // the same for the rows of forward that backward reads again, if there are turns
   int64_t sums;     // [ranks][capacity][H], or [capacity][K][H] if routes are sent one by one
   int64_t scores;   // [capacity][K] float
   int64_t bytes;
@@ -45,13 +50,14 @@ struct Window {
   static constexpr int64_t kHeaderBytes = 2048;
   static_assert(kHeader * 4 <= kHeaderBytes);
 
-  static Window of(int64_t ranks, int64_t capacity, int64_t hidden, int64_t top_k, bool routes) {
+  static Window of(int64_t ranks, int64_t capacity, int64_t hidden, int64_t top_k, bool routes, int64_t turns) {
     const auto round = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
     Window w{};
     w.ids = kHeaderBytes;
     w.weights = w.ids + round(capacity * top_k * 4);
     w.rows = w.weights + round(capacity * top_k * 4);
-    w.sums = w.rows + round(capacity * hidden * 2);
+    w.again = w.rows + round(capacity * hidden * 2);
+    w.sums = turns > 1 ? w.again + round(capacity * hidden * 2) : w.again;
     w.scores = w.sums + round((routes ? top_k : ranks) * capacity * hidden * 2);
     w.bytes = w.scores + round(capacity * top_k * 4);
     return w;
@@ -76,7 +82,7 @@ struct FaultNumbers {
 
 struct Group {
   int rank, ranks;
-  int64_t capacity;        // tokens that a rank can have
+  int64_t capacity;        // tokens that a rank can have in a turn
   Window window;           // where things lie in each
   const int64_t* windows;  // on the device: the ranks' windows' addresses
   int* state;              // this rank's own counters, State ints, zero before the first exchange
@@ -87,13 +93,15 @@ struct Group {
 };
 
 // `sizes`: of this rank's tokens, but of the experts of all ranks. Unless `routed` is set, the routing stays as it was:
-// ids do not tell, without tokens their address is null. `call` is a number for the block and the pass.
+// ids do not tell, without tokens their address is null. `call` is a number for the block and the pass. `again` may be
+// null.
 struct PublishArguments {
   Group group;
   Sizes sizes;
   int call;
   bool routed;
   const void* rows;
+  const void* again;
   const void* ids;
   Dtype ids_dtype;
   const void* weights;
@@ -115,12 +123,14 @@ struct CollectArguments {
 const char* collect(const CollectArguments& arguments, void* stream);
 
 // What a product that gathers rows does beside: its first `ctas` CTAs read those of the tokens that have an expert here
-// into rows [(ranks - 1) * capacity, H], by their places, before they take part; 0: nothing.
+// into rows [(ranks - 1) * capacity, H], by their places, before they take part; 0: nothing. After that, if `again` is
+// not null, those that are read again into it; the product does not wait for these.
 struct Pull {
   Group group;
   void* rows;
   int experts, top_k, hidden;
   int ctas;
+  void* again;
 };
 
 // Tells all ranks of a fault that the host has found.

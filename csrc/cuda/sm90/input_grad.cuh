@@ -15,7 +15,7 @@ template <class T, Columns kColumns, bool kPlain, bool kTransposed>
 struct DownGrad : RowTiles<Tiles::kWide> {
   using Element = T;
   static constexpr bool kTransposeA = false, kTransposeB = !kTransposed;
-  static constexpr bool kWaits = false, kGathers = true, kPulls = true;
+  static constexpr bool kWaits = false, kGathers = true, kPulls = true, kPullsAgain = true;
   static constexpr int kStages = 4, kPatches = 6,
                        kStrips = kPatches * kPatch;  // h is read ahead, through three pairs of patches
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;

@@ -25,6 +25,7 @@
 // - kWaits: whether tasks wait for others; then also Boxes::ready(p, task) and Boxes::wait(p, task, ring).
 //
 // - kPulls: whether rows to gather may come from other ranks; then also Params::pull and Gather::last_row(task).
+//   kPullsAgain: whether others may be read after them, see Pull::again.
 //
 // - kGathers: whether there are rows to gather; then Gather(p, task, thread), whose step(p, task, step, phase, stage)
 //   copies one thread's share of a stage; phase is step % Gather::kUnroll, known to the compiler.
@@ -88,7 +89,7 @@ struct Common {
   static constexpr bool kSplit = kSplitB;
   static constexpr uint32_t kBytesA = kParts * kChunk, kBytesB = (kSplit ? 4 : kTileN / 64) * kChunk,
                             kBytesStage = kBytesA + kBytesB;
-  static constexpr bool kPulls = false, kRagged = false;
+  static constexpr bool kPulls = false, kPullsAgain = false, kRagged = false;
 
   template <class... A>
   static __device__ __forceinline__ void locate(const A&...) {}
@@ -525,7 +526,8 @@ __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant_
   }
   if constexpr (Op::kPulls) {
     if (int(blockIdx.x) < p.pull.ctas)
-      pull_rows(p.pull, p.plan, blockIdx.x * (kThreads / 32) + threadIdx.x / 32, p.pull.ctas * (kThreads / 32));
+      pull_rows<Op::kPullsAgain>(p.pull, p.plan, blockIdx.x * (kThreads / 32) + threadIdx.x / 32,
+                                 p.pull.ctas * (kThreads / 32));
   }
   __syncthreads();
   const int group = threadIdx.x / 128;

@@ -62,7 +62,8 @@ __device__ __forceinline__ int wanted_token(const Pull& pull, const Plan& plan, 
 
 // One warp's part of the work: the tokens of every `warps`-th unit of sorted rows from the `warp`-th on. In order of
 // the rows, which is the order in which the product takes them; units are small, so that the first rows land first.
-__device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, int warps) {
+// `again`: those that are read again, for which nobody waits.
+__device__ __forceinline__ void pull_units(const Pull& pull, const Plan& plan, int warp, int warps, bool again) {
   constexpr int kUnit = Plan::kChunk / Plan::kUnits;
   const Group& g = pull.group;
   const int lane = threadIdx.x % 32, capacity = int(g.capacity), chunks = pull.hidden / 8;
@@ -71,10 +72,12 @@ __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, i
   const auto look_up = [&](int unit) {
     return lane < kUnit ? wanted_token(pull, plan, unit * kUnit + lane, wanted_rows) : -1;
   };
-  const auto target = [&](int place) { return static_cast<uint4*>(pull.rows) + static_cast<int64_t>(place) * chunks; };
+  uint4* const to = static_cast<uint4*>(again ? pull.again : pull.rows);
+  const int64_t from = again ? g.window.again : g.window.rows;
+  const auto target = [&](int place) { return to + static_cast<int64_t>(place) * chunks; };
   const auto source = [&](int place) {
     const int token = token_at(plan, place), rank = token / capacity;
-    return in_window<const uint4>(g, rank, g.window.rows) + static_cast<int64_t>(token - rank * capacity) * chunks;
+    return in_window<const uint4>(g, rank, from) + static_cast<int64_t>(token - rank * capacity) * chunks;
   };
   int next = look_up(warp);
   for (int unit = warp; unit * kUnit < count; unit += warps) {
@@ -95,8 +98,14 @@ __device__ inline void pull_rows(const Pull& pull, const Plan& plan, int warp, i
       }
     }
     __syncwarp();
-    if (lane == 0) ptx::add_release(plan.landed + unit / Plan::kUnits, 1);
+    if (lane == 0 && !again) ptx::add_release(plan.landed + unit / Plan::kUnits, 1);
   }
+}
+
+template <bool kAgain>
+__device__ __forceinline__ void pull_rows(const Pull& pull, const Plan& plan, int warp, int warps) {
+#pragma unroll 1  // two copies of the code would spill registers
+  for (int i = 0; i < (kAgain && pull.again ? 2 : 1); ++i) pull_units(pull, plan, warp, warps, i > 0);
 }
 
 // Whether the tokens of the sorted rows up to `row` have landed, or will have once this returns if `wait` is set.

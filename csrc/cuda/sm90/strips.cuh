@@ -126,15 +126,15 @@ struct TilePanels {
   int first, count, part;
 };
 
-// Leaves the tile to the copy engine. `map` [experts, parts, rows, columns of a part] has boxes of 64 x 64; `row` is
-// the tile's first one. If kFlipped, columns and rows change places: the tile's columns become lines. The group's
-// shared memory is the outbox.
+// Leaves the tile to the copy engine, which writes it or, if `add`, adds it to what is there. `map` [experts, parts,
+// rows, columns of a part] has boxes of 64 x 64; `row` is the tile's first one. If kFlipped, columns and rows change
+// places: the tile's columns become lines. The group's shared memory is the outbox.
 //
 // What it costs are its fences, barriers and instructions that start the copy engine, because a group can do nothing
 // else meanwhile: so as many boxes as there is room for go together, each started by another warp.
 template <class T, bool kFlipped, int kParts, int kCount>
 __device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], const Warp& warp, const CUtensorMap* map,
-                                          int row, const TilePanels& panels, int expert) {
+                                          int row, const TilePanels& panels, int expert, bool add) {
   constexpr int kPanels = kCount / 32, kAll = kParts * kPanels;
   const int lane = warp.lane();
   const uint32_t cell =
@@ -166,7 +166,12 @@ __device__ __forceinline__ void send_tile(const float (&acc)[kParts][kCount], co
     if (lane == 0 && box < kAll && panel < panels.count) {
       const bool second = panel >= panels.part;
       const int x = (second ? panel - panels.part : panel) * kPanel, y = row + box / kPanels * kPartRows;
-      ptx::send_box(map, warp.group + warp.index() * kChunk, kFlipped ? y : x, kFlipped ? x : y, second, expert);
+      const uint32_t from = warp.group + warp.index() * kChunk;
+      if (add) {
+        ptx::add_box(map, from, kFlipped ? y : x, kFlipped ? x : y, second, expert);
+      } else {
+        ptx::send_box(map, from, kFlipped ? y : x, kFlipped ? x : y, second, expert);
+      }
       ptx::sends_commit();
     }
   }

@@ -31,6 +31,7 @@ const char* run(const WeightGradArguments& in, void* stream) {
   p.part = int(in.parts.panels());
   p.panels = int(in.parts.count) * p.part;
   p.dense_tiles = int((p.panels * kPanel + Op::kTileN - 1) / Op::kTileN);
+  p.add = in.add;
   return launch<Op>(p, stream);
 }
 

@@ -37,6 +37,7 @@ struct WeightGrad : Common<2, 192> {
     TokenRows gathered;  // [tokens, gathered_columns]
     int experts, gathered_columns, gathered_tiles, dense_tiles;
     int panels, part;  // of the dense side: all of them, and those of a part
+    bool add;          // to what out holds
   };
 
   static __device__ __forceinline__ Task task(const Params& p, int ticket) {
@@ -140,7 +141,7 @@ struct WeightGrad : Common<2, 192> {
   template <int kHeight>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task,
                                                 const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
-    send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, {task.column / kPanel, p.panels, p.part}, task.expert);
+    send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, {task.column / kPanel, p.panels, p.part}, task.expert, p.add);
   }
   static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
 };
