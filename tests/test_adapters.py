@@ -149,3 +149,38 @@ def trained(call, model, ids):
     loss = call(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+class OnAllTokens(nn.Module):
+    """Every expert sees every token; some have an adapter."""
+
+    def __init__(self, adapted, stacked):
+        super().__init__()
+        self.gate, self.experts, self.stacked = nn.Linear(H, E, bias=False), Hit().experts, stacked
+        for e in adapted:
+            self.experts[e].up_proj = LowRank(self.experts[e].up_proj)
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights.float())
+        if self.stacked:
+            return (torch.stack([expert(x) for expert in self.experts], 1) * table[..., None]).sum(1)
+        return sum(expert(x) * table[:, e, None] for e, expert in enumerate(self.experts))
+
+
+class LowRank(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.a = linear, nn.Parameter(torch.randn(2, linear.in_features))
+        self.b = nn.Parameter(torch.randn(linear.out_features, 2))
+
+    def forward(self, x):
+        return self.linear(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("adapted", [(0,), (1, 2), tuple(range(E))])
+def test_some_of_the_experts_alone(adapted, stacked):
+    sites = explain(OnAllTokens(adapted, stacked))(torch.randn(9, H)).sites
+    (site,) = (site for site in sites if site.status == "missed")
+    assert site.reason == "activation" and "an adapter" in site.detail and "F.linear(x, self.a)" in site.detail, site

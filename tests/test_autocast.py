@@ -134,3 +134,30 @@ def test_a_router_whose_operands_are_cast_inside_its_product_stays_outside():
         fused, wanted = Fused(model, fullgraph=False)(x), model(x)
     assert (site.status, site.reason) == ("fused", "router") and "as autocast does" in site.router_detail, site
     assert_close(fused, wanted, 3e-2, "output")
+
+
+class OnAllTokens(nn.Module):
+    """Every expert on every token. `merged`: an adapter is added to the weights where these are used."""
+
+    def __init__(self, merged):
+        super().__init__()
+        self.gate, self.merged = nn.Linear(16, 4, bias=False), merged
+        self.up = nn.ParameterList(torch.randn(12, 16) for _ in range(4))
+        self.down = nn.ParameterList(torch.randn(16, 12) for _ in range(4))
+        self.a, self.b = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.randn(12, 2))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        table = torch.zeros(len(x), 4).scatter(1, ids, weights.float())
+        ups = [up + self.b @ self.a if self.merged else up for up in self.up]
+        return sum(F.linear(F.silu(F.linear(x, ups[e])), self.down[e]) * table[:, e, None] for e in range(4))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_matrices_that_are_cast_inside_their_products_are_not_told_as_overwritten(merged):
+    model, x = OnAllTokens(merged), torch.randn(9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        (site,) = explain(model)(x).sites
+    assert (site.status, site.reason) == ("missed", "dtype") and "as autocast does" in site.detail, site
+    torch._dynamo.reset()
+    assert explain(model)(x).fused == 1

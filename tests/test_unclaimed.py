@@ -225,6 +225,55 @@ def test_autocast_is_named(inside, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+class FirstApart(Routed):
+    """All but the first expert's outputs are stacked and weighed at once."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E).scatter(-1, ids, weights)
+        first, *others = [mlp(x) for mlp in self.mlps]
+        return self.join(first, table[:, :1], (torch.stack(others, -1) @ table[:, 1:, None]).squeeze(-1))
+
+    def join(self, first, weight, others):
+        return first * weight + others
+
+
+class FirstUnweighed(FirstApart):
+    def join(self, first, weight, others):
+        return first + others
+
+
+@pytest.mark.parametrize("model", [FirstApart, FirstUnweighed])
+def test_experts_that_are_not_all_treated_alike(model):
+    model, x = model(), torch.randn(9, H)
+    fused = Fused(model)
+    torch.testing.assert_close(fused(x), model(x))
+    sites = fused.report.sites
+    (site,) = (site for site in sites if site.status == "missed")
+    assert site.reason == "no-match" and f"one of {E} experts" in site.detail, site
+    assert all(site.problem.num_experts == 1 for site in sites if site.status == "fused")
+
+
+class WithAShared(FirstApart):
+    """A shared expert of the same shapes is none of those that are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = Mlp()
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E).scatter(-1, ids, weights)
+        return (torch.stack([mlp(x) for mlp in self.mlps], -1) @ table[..., None]).squeeze(-1) + self.shared(x)
+
+
+def test_a_shared_expert_is_not_left_over():
+    torch._dynamo.reset()
+    fused = Fused(WithAShared())
+    fused(torch.randn(9, H))
+    assert fused.counts() == (1, 0), fused.report
+
+
 class Adapters(nn.Module):
     """A linear layer with a mixture of low-rank adapters."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -195,15 +195,18 @@ def _open_blocks(miss: Miss, view: View, facts: Facts) -> tuple[list[Block], Mis
 
 
 def _unclaimed(graph: fx.Graph, sites: list[Block | Miss], view: View, facts: Facts) -> list[Miss]:
-    """The misses of experts that are none of these sites. Where a proof that had come as far as their products was cut
-    off by a detach(), that is said."""
-    claimed = {node for site in sites for node in (*site.anchors, *getattr(site, "region", ()))}
+    """The misses of experts that are none of these sites. Where adapters stand beside their products, or a proof that
+    had come as far as these was cut off by a detach(), that is said."""
+    missed = {node for site in sites if isinstance(site, Miss) for node in site.anchors}
+    fused = {node for site in sites if isinstance(site, Block) for node in (*site.anchors, *site.region)}
     misses = []
-    for found in unclaimed(graph, claimed):
+    for found in unclaimed(graph, missed, fused):
         cut = (facts.broken[v] for node in found.products for v in view.made[node] if v in facts.broken)
         cut = next((broken for broken in cut if broken.detail == CUT), None)
         why = found if cut is None or found.reason != "no-match" else cut
-        misses.append(Miss(found.products or (found.at,), why.reason, why.detail, found.at))
+        miss = Miss(found.products or (found.at,), why.reason, why.detail, found.at)
+        adapter = _adapter(found.products, view) if why is found and found.reason == "no-match" else None
+        misses.append(miss if adapter is None else _with_adapter(miss.anchors, adapter, view))
     return misses
 
 
@@ -504,11 +507,14 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
             groups[-1].append(anchor)
         else:
             groups.append([anchor])
-    adapted = {one: added for added, one in adapters_in(view.values)} if groups else {}
+    adapted = bool(groups) and next(adapters_in(view.values), None) is not None
+    # Some of the experts alone may have one: those beside a product.
+    lists = [found.products for found in unclaimed(groups[0][0].graph, set(), set())] if adapted else []
     for group in groups:
-        added = next((adapted[v] for anchor in group for v in view.made[anchor] if v in adapted), None)
+        beside = [node for products in lists if not set(group).isdisjoint(products) for node in products]
+        added = _adapter([*group, *beside], view) if adapted else None
         if added is not None:
-            yield Miss(tuple(group), "activation", ADAPTER, _node_of(added, view, group[0]))
+            yield _with_adapter(tuple(group), added, view)
             continue
         soft = next((n for n in _behind_all(group) for v in view.made.get(n, ()) if is_soft(v, facts)), None)
         if soft is not None:
@@ -528,6 +534,16 @@ def _misses(anchors: list[fx.Node], broken: dict, view: View, facts: Facts) -> I
             yield Miss(tuple(group), "no-match", detail, group[-1])
         else:
             yield Miss(tuple(group), stop.reason, stop.detail, _node_of(stop.at, view, group[0]))
+
+
+def _adapter(products: Sequence[fx.Node], view: View) -> Value | None:
+    """The sum of one of these products and of what an adapter makes of the same rows."""
+    adapted = {one: added for added, one in adapters_in(view.values)}
+    return next((adapted[v] for node in products for v in view.made[node] if v in adapted), None)
+
+
+def _with_adapter(anchors: tuple[fx.Node, ...], added: Value, view: View) -> Miss:
+    return Miss(anchors, "activation", ADAPTER, _node_of(added, view, anchors[0]))
 
 
 def _one_block(a: fx.Node, b: fx.Node, view: View, facts: Facts) -> bool:

@@ -30,6 +30,10 @@ DETAIL = (
     "one of {experts} experts is chosen here, and {experts} matrices of one shape follow, but no matmul by expert is "
     "proven: the loop over them, its masks or a transform such as torch.func.vmap is spelled in an unknown way"
 )
+REST = (
+    "one of {experts} experts is chosen here, of which some alone are proven and fused: what becomes of the others' "
+    "outputs is spelled in an unknown way"
+)
 APART = (
     "one of {experts} experts is chosen here, and this graph ends before the choice and what the experts compute have "
     "come together: the weighted sum is not in it"
@@ -55,8 +59,9 @@ class Unclaimed:
     products: tuple[fx.Node, ...] = ()
 
 
-def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
-    """The choice of each block of experts in `graph` of which no node is `claimed`."""
+def unclaimed(graph: fx.Graph, missed: set[fx.Node], fused: set[fx.Node]) -> Iterator[Unclaimed]:
+    """The choice of each block of experts in `graph` of which no node is among those of a site that is `missed` or
+    `fused`, or of which some experts alone are fused."""
     nodes = list(graph.nodes)
     if all(_chosen(node) is None for node in nodes):
         return
@@ -70,16 +75,19 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
         near = [n for n in nodes[start:end] if n in products and n not in before]
         found = [node for node in near if any(weights.stack.get(w) == experts for w in products[node])]
         found += _lists(near, products, experts)
+        unknown = DETAIL
         # What a site has to do with: ``w[ids]`` of a product that it begins with is its own too.
-        own = [node for node in nodes[start:end] if node in claimed or ops.is_block(node.target)]
-        own += [n for node in own for n in _related(node, lambda n: n.all_input_nodes)]
-        if not found or not set(own).isdisjoint(near):
+        own = [node for node in nodes[start:end] if node in missed or node in fused or ops.is_block(node.target)]
+        if not {n for node in own for n in (node, *_related(node, lambda n: n.all_input_nodes))}.isdisjoint(near):
+            found, unknown = _left_over(found, set(own), products, experts) if missed.isdisjoint(own) else [], REST
+        if not found:
             continue
         after = _related(choice, readers.__getitem__)
-        met = _meeting(after | {choice}, _related(found[0], readers.__getitem__) | {found[0]})
+        behind = {one for node in found for one in (node, *_related(node, readers.__getitem__))}
+        met = _meeting(after | {choice}, behind)
         if met:
             placed = _placed(nodes[start:end], after, experts)
-            reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", DETAIL)
+            reason, detail = ("routing", EXPERT_CHOICE) if of_tokens else ("no-match", unknown)
             rounded = next(_rounded(found, products, set(nodes[start:end])), None)
             if placed is not None:
                 reason, detail = "routing", CAPACITY
@@ -87,7 +95,8 @@ def unclaimed(graph: fx.Graph, claimed: set[fx.Node]) -> Iterator[Unclaimed]:
                 reason, detail = "split", APART
             elif reason == "no-match" and rounded is not None:
                 narrow, wide = (dtype_name(n.meta["example_value"].dtype) for n in rounded)
-                yield Unclaimed(rounded[0], "dtype", NARROW.format(experts=experts, narrow=narrow, wide=wide))
+                detail = NARROW.format(experts=experts, narrow=narrow, wide=wide)
+                yield Unclaimed(rounded[0], "dtype", detail, tuple(found))
                 continue
             yield Unclaimed(placed or choice, reason, detail.format(experts=experts), tuple(found))
 
@@ -217,6 +226,18 @@ def _lists(near: list[fx.Node], products: dict, experts: int) -> list[fx.Node]:
             if shape is not None and len(shape) == 2:
                 by_shape[tuple(shape)][weight] = node
     return [node for users in by_shape.values() if len(users) >= experts for node in users.values()]
+
+
+def _left_over(found: list[fx.Node], own: set[fx.Node], products: dict, experts: int) -> list[fx.Node]:
+    """Of the products with one matrix for each expert those that are none of a site's `own`, where these are fewer than
+    there are experts: the first ones alone, say."""
+    left = [node for node in found if node not in own]
+    taken = defaultdict(set)
+    for node in found:
+        for weight in products[node] if node in own else ():
+            taken[_shape(weight)].add(weight)
+    some = any(0 < len(taken[_shape(weight)]) < experts for node in left for weight in products[node])
+    return left if some else []
 
 
 def _rounded(found: list[fx.Node], products: dict, among: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:

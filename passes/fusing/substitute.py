@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_iter
 
 from mok_compile import engines
 from mok_compile.engines import Choice, Problem
@@ -22,6 +23,7 @@ from mok_compile.passes.blocks.site import Block, tensors_of
 from mok_compile.passes.facts.kinds import FromTable, Weight
 from mok_compile.passes.facts.rules import Break, same
 from mok_compile.passes.graph.view import Cell, Value, View, target_of
+from mok_compile.spec import dtype_name
 
 aten = torch.ops.aten
 _INDICES = (aten.topk.default, aten.sort.default, aten.sort.stable)  # their second result counts from 0
@@ -189,9 +191,17 @@ class Substitution:
         while node is None and value.op is aten.alias.default and not value.detached:  # ``w.t()`` that `linear` turns
             value = value.args[0]
             node = self.view.holder(value, block.final)
+        if node is None and value.op is aten._to_copy.default and not self._was_held(value):
+            dtype = dtype_name(value.meta.dtype)
+            raise Break("dtype", f"an input of the block is cast to {dtype} inside a product, as autocast does")
         if node is None:
             raise Break("mutation", "an input of the block is overwritten in place before the block ends")
         return node
+
+    def _was_held(self, value: Value) -> bool:
+        """Whether a tensor of the program ever held `value`, which may also have come to be inside of an op."""
+        cells = (cell for held in self.view.cells.values() for cell in tree_iter(held) if isinstance(cell, Cell))
+        return any(other is value for cell in cells for _, other in cell.history)
 
     def _flat(self, block: Block) -> fx.Node | None:
         """The node of the block that holds its tokens as [T, H] and that others read too, its router for one: gradients
