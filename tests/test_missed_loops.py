@@ -42,6 +42,31 @@ class First(Ranged):
         return y
 
 
+class FirstByNumber(Ranged):
+    """The same, asking for numbers below a limit."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            kept = torch.arange(len(t)) < 3
+            t, k = t[kept], k[kept]
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None])
+        return y
+
+
+class FirstByMask(Ranged):
+    """The others weigh nothing."""
+
+    def moe(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            t, k = torch.where(ids == e)
+            kept = torch.arange(len(t)) < 3
+            y.index_add_(0, t, self.experts[e](x[t]) * weights[t, k, None] * kept[:, None])
+        return y
+
+
 class CountsInABuffer(Ranged):
     def __init__(self):
         super().__init__()
@@ -174,6 +199,8 @@ LOOPS = {
     "two makes": (of_two_makes, "layout", "experts 0 and 1 are not alike"),
     "dropout": (lambda: Ranged([Plain(0.5) for _ in range(E)]), "dropout", "dropout"),
     "the first rows": (First, "routing", "t, k = t[:3], k[:3]"),
+    "the first rows by number": (FirstByNumber, "routing", "takes the first so many"),
+    "the first rows by mask": (FirstByMask, "routing", "kept = torch.arange(len(t)) < 3"),
     "a norm first": (lambda: Ranged([nn.Sequential(nn.LayerNorm(H), Mlp()) for _ in range(E)]), "no-match", "_norm of"),
     "a norm inside": (lambda: Ranged([Mlp(act=nn.LayerNorm(I)) for _ in range(E)]), "no-match", "native_layer_norm"),
     "weights that are computed": (

@@ -46,6 +46,16 @@ class Slices(Pieces):
         return F.linear(h[:, :7], weight[:, :7]) + F.linear(h[:, 7:], weight[:, 7:])
 
 
+class Attributes(Pieces):
+    """Turned by other names."""
+
+    def up(self, x, weight):
+        return torch.cat((x @ weight[:3].T, x @ weight[3:-2].mT, x @ weight[-2:].permute(1, 0)), 1)
+
+    def down(self, h, weight):
+        return h[:, :7] @ weight[:, :7].T + h[:, 7:] @ weight[:, 7:].mT
+
+
 class Chunks(Pieces):
     def up(self, x, weight):
         return torch.cat([F.linear(x, piece) for piece in weight.chunk(3)], dim=-1)
@@ -67,7 +77,7 @@ class Filled(Ranged):
 
 
 @pytest.mark.parametrize("block", [Ranged, Filled])
-@pytest.mark.parametrize("expert", [Pieces, Uneven, Slices, Chunks])
+@pytest.mark.parametrize("expert", [Pieces, Uneven, Slices, Attributes, Chunks])
 def test_fused(expert, block):
     check(block([expert() for _ in range(E)]))
 
@@ -150,6 +160,16 @@ class NotTurnedEither(Square):
     turns = (-1, 1)
 
 
+class NotPermuted(Square):
+    """``permute(0, 1)`` turns nothing."""
+
+    def forward(self, x):
+        a, b = self.up.weight.split(H)
+        h = F.gelu(torch.cat([x @ a.T, x @ b.permute(0, 1)], -1))
+        a, b = self.down.weight.split(H, 1)
+        return h[:, :H] @ a.T + h[:, H:] @ b.T
+
+
 class Dense(nn.Module):
     """Every expert on every token, so that no branch stands in the way of the graph."""
 
@@ -170,7 +190,19 @@ def test_square_halves():
     check_fused(Dense(Square).double(), tokens(9, dtype=torch.float64))
 
 
-WRONG = [AnotherOrder, Crossed, Twice, LeftOut, OfTwo, Cut, CutWeight, Subtracted, NotTurned, NotTurnedEither]
+WRONG = [
+    AnotherOrder,
+    Crossed,
+    Twice,
+    LeftOut,
+    OfTwo,
+    Cut,
+    CutWeight,
+    Subtracted,
+    NotTurned,
+    NotTurnedEither,
+    NotPermuted,
+]
 
 
 @pytest.mark.parametrize("expert", WRONG)

@@ -16,6 +16,7 @@ import torch
 from mok_compile.passes.blocks.site import Block
 from mok_compile.passes.facts.kinds import FromTable, Full
 from mok_compile.passes.facts.rules import Break, Facts, as_number, pinned, same
+from mok_compile.passes.graph.pieces import turns
 from mok_compile.passes.graph.view import Value
 from mok_compile.router import LATE, Groups, RouterSpec, Step
 from mok_compile.spec import dtype_name
@@ -468,9 +469,7 @@ class _Search:
         """(bias, x, weight, whether that is stored [H, E]) of the product that `logits` are."""
         bias, x, weight = logits.args if logits.op is aten.addmm.default else (None, *logits.args)
         transposed = True
-        swapped = weight.op is aten.transpose.int and {d % 2 for d in weight.args[1:]} == {0, 1}
-        swapped = swapped or (weight.op is aten.permute.default and [d % 2 for d in weight.args[1]] == [1, 0])
-        if (swapped or weight.op is aten.t.default) and not weight.detached:
+        if turns(weight.op, weight.args) and not weight.detached:
             weight, transposed = weight.args[0], False
         one_dtype = all(v.meta.dtype == logits.meta.dtype for v in (x, weight, bias) if v is not None)
         rows = math.prod(self.block.x.meta.shape[:-1])

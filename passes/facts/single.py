@@ -10,6 +10,7 @@ from mok_compile import activation as act
 from mok_compile.passes.facts.kinds import Column, Matrix, Pointwise, Rows
 from mok_compile.passes.facts.picked import alone
 from mok_compile.passes.facts.rules import Break, Facts, dim_of, projection_of, rule, same
+from mok_compile.passes.graph.pieces import turns
 from mok_compile.passes.graph.view import Value
 
 aten = torch.ops.aten
@@ -33,8 +34,7 @@ def _addmm(facts, value, bias, a, b, *, beta=1, alpha=1):
 def _one_projection(facts: Facts, value: Value, rows: Rows | Pointwise, b: Value, bias: Value | None) -> Pointwise:
     if facts.of(b) is not None:
         raise Break("no-match", "an expert's weight depends on the routing")
-    swapped = b.op is aten.t.default or (b.op is aten.transpose.int and {dim_of(b, d) for d in b.args[1:3]} == {0, 1})
-    matrix = Matrix(b.args[0], False) if swapped and not b.detached else Matrix(b, True)
+    matrix = Matrix(b.args[0], False) if turns(b.op, b.args) and not b.detached else Matrix(b, True)
     fact = projection_of(value, rows, matrix, rows.order.ids)
     return fact if bias is None else _with_bias(fact, bias)
 

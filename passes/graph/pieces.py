@@ -86,13 +86,16 @@ def _factors(value: Any, detached: bool) -> tuple[Value, Value] | None:
     if getattr(value, "op", None) is not aten.mm.default or value.detached != detached:
         return None
     x, turned = value.args
-    return (x, turned.args[0]) if _is_turned(turned) and turned.detached == detached else None
+    return (x, turned.args[0]) if turns(turned.op, turned.args) and turned.detached == detached else None
 
 
-def _is_turned(value: Value) -> bool:
-    """Whether `value` is the transpose of a matrix; ``w.transpose(0, 0)`` is none."""
-    swaps = value.op is aten.transpose.int and {d % 2 for d in value.args[1:]} == {0, 1}
-    return swaps or value.op is aten.t.default
+def turns(op: Any, args: tuple) -> bool:
+    """Whether `op` of `args` is the transpose of a matrix, by any of its names; ``w.transpose(0, 0)`` is none."""
+    if op not in (aten.t.default, aten.transpose.int, aten.permute.default) or len(args[0].meta.shape) != 2:
+        return False
+    if op is aten.permute.default:
+        return [d % 2 for d in args[1]] == [1, 0]
+    return op is aten.t.default or {d % 2 for d in args[1:]} == {0, 1}
 
 
 def _piece(value: Value, detached: bool) -> Piece | None:

@@ -447,6 +447,8 @@ def _callable(node: fx.Node) -> Callable | None:
         return None
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return target
+    if target is getattr:  # of the others some say what is no value: requires_grad, grad
+        return target if node.args[1:] in (("T",), ("mT",)) else None
     name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or ""
     known = module == "_operator" or module.startswith("torch") or getattr(torch, name, None) is target
     return target if known and not name.startswith(_STATEFUL) else None

@@ -448,9 +448,13 @@ def fills_rows(node: ast.AST) -> bool:
 
 
 def _limits(loop: ast.For) -> bool:
-    """Whether `loop` takes the first so many entries of something, as in ``rows[:capacity]``."""
+    """Whether `loop` takes the first so many entries of something, as in ``rows[:capacity]``, or asks which ones these
+    are, as in ``torch.arange(n) < capacity``."""
     slices = (node.slice for node in ast.walk(loop) if isinstance(node, ast.Subscript))
-    return any(isinstance(s, ast.Slice) and (s.lower, s.step) == (None, None) and s.upper is not None for s in slices)
+    if any(isinstance(s, ast.Slice) and (s.lower, s.step) == (None, None) and s.upper is not None for s in slices):
+        return True
+    compared = (part for node in ast.walk(loop) if isinstance(node, ast.Compare) for part in ast.walk(node))
+    return any(getattr(part, "attr", None) == "arange" for part in compared)
 
 
 def _asks(loop: ast.For) -> bool:

@@ -207,6 +207,8 @@ def _prove(
         raise Break("mutation", "the loop changes more than tensors: an attribute, a list, the random numbers' state")
     for recorded in (turn, idle):
         recorded.check_untouched()
+    if not idle.asked <= turn.asked and cut.limits:
+        raise Break("routing", CAPACITY)
     if not idle.asked <= turn.asked:
         raise Break("data-dependent", "what an expert without tokens does depends on something else than that")
     if not idle.unchanged(nothing):
@@ -274,6 +276,8 @@ def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
             return stop("no-match", "the weight of a projection is computed inside of the loop", product)
     if (broken := facts.broken.get(value)) is not None:
         alike = (other.at for other in facts.broken.values() if other.detail == broken.detail)
+        if (limit := next(filter(_is_limit, _behind(broken.at)), None)) is not None:
+            return stop("routing", FIRST_ROWS, limit)
         return stop(broken.reason, broken.detail, min(alike, key=lambda v: v.number))
     for v in unknown:
         of = facts_behind(v)
@@ -284,6 +288,26 @@ def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
     return Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
 
 
+def _behind(value: Value) -> set[Value]:
+    """All that `value` is computed from."""
+    found, pending = set(), [value]
+    while pending:
+        new = [v for v in pending.pop().inputs if v not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
+def _is_limit(value: Value) -> bool:
+    """Whether `value` says which entries are the first so many, as ``torch.arange(n) < capacity`` does."""
+    return value.op in _COMPARES and any(_without(v, _SAME).op in _COUNTS_UP for v in value.inputs)
+
+
+_COMPARES = (
+    *(aten.lt.Scalar, aten.lt.Tensor, aten.le.Scalar, aten.le.Tensor),
+    *(aten.gt.Scalar, aten.gt.Tensor, aten.ge.Scalar, aten.ge.Tensor),
+)
+_COUNTS_UP = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _ROWS = (Rows, Pointwise, Staged)
 # What says which rows are an expert's, and what takes some of a tensor's entries.
 _PLACES = (ChosenAt, Slot, Token, Turned)
