@@ -147,29 +147,53 @@ class _Search:
         """The chain that leads to the routing weights, and these if they are a value of their own."""
         given, after = self.block.weights, []
         if isinstance(given, FromTable):
-            given, after = self._scattered(given)
-        steps, chain = self._chain(self._untabled(bare(given)), self.k, self._ends)
-        return (*steps, *after), chain, None if after else chain[-1]
+            given, after = self._scattered(given.table, given.dim)
+        given, late = self._untabled(bare(given))
+        steps, chain = self._chain(given, self.k, self._ends)
+        return (*steps, *late, *after), chain, None if late or after else chain[-1]
 
-    def _scattered(self, weights: FromTable) -> tuple[Value, list[Step]]:
+    def _scattered(self, table: Value, dim: int) -> tuple[Value, list[Step]]:
         """What was written into a table of logits at the chosen experts, and the steps that every number of the table
-        has taken since."""
-        value, dim, steps = weights.table, weights.dim, []
-        while value.op is not aten.scatter.src:
-            if value.op in (aten.transpose.int, aten.t.default) and len(value.meta.shape) == 2 and not value.detached:
-                value, dim = value.args[0], -3 - dim
-            elif value.op in (aten.clone.default, aten.alias.default) and not value.detached:
-                value = value.args[0]
-            elif value.op is aten._to_copy.default or value.op in _UNARY:
-                step, value = self._step(value)
-                steps.insert(0, step)
-            else:
-                break
+        has taken since. `dim`: the table's dimension for the experts.
+
+        A softmax over the experts is one over what was written, if all else in its row is minus infinity: that adds
+        exp(-inf) = 0 to the sum and gets no gradient, whatever was written. Equal numbers stand at experts of their
+        own, since top-k gives each once, and a row of minus infinity alone is NaN either way. Only casts may come
+        before it, which keep minus infinity, or after it: the derivative of a root is infinite at the others' zeros.
+        """
+        value, dim, steps = self._filled(table, dim)
         if value.op is not aten.scatter.src or value.detached or dim != -1 or not self._at_the_ids(value):
             raise _stop(
                 "the routing weights stand in a table of all experts; they are not the chosen experts' own scores"
             )
+        rest = self.facts.of(value.args[0])
+        whole = isinstance(rest, Full) and rest.number == -math.inf
+        if not whole and any(step.op == "softmax" for step in steps):
+            raise _stop("softmax runs over a table in which the experts that were not chosen are not minus infinity")
         return value.args[3], steps
+
+    def _filled(self, value: Value, dim: int) -> tuple[Value, int, list[Step]]:
+        """`value`, a table, before the steps that each of its numbers takes for itself, or before one softmax over the
+        experts with nothing but casts; its dimension for the experts then; and these steps."""
+        steps: list[Step] = []
+        while value.op is not aten.scatter.src:
+            if value.op in (aten.transpose.int, aten.t.default) and len(value.meta.shape) == 2 and not value.detached:
+                value, dim = value.args[0], -3 - dim
+                continue
+            if value.op in (aten.clone.default, aten.alias.default) and not value.detached:
+                value = value.args[0]
+                continue
+            if dim == -1 and (source := self._same_rows(value)) is not value:
+                value = source
+                continue
+            over = value.op is aten._softmax.default and dim == -1 and _last(value, value.args[1])
+            others = [step.op for step in steps if step.op != "cast"]
+            known = value.op is aten._to_copy.default or (value.op in _UNARY and "softmax" not in others)
+            if not known and (others or not over):
+                break
+            step, value = self._step(value)
+            steps.insert(0, step)
+        return value, dim, steps
 
     def _topk(self, value: Value) -> tuple[Value, int, bool]:
         """What `value` (a result of top-k along the last dimension) chooses from, how many, and whether in order."""
@@ -192,15 +216,19 @@ class _Search:
             raise _stop("the weights are gathered with other ids than the experts' own")
         return True
 
-    def _untabled(self, value: Value) -> Value:
-        """`value` before it was put into a table [T, E] and taken out again by the same ids, which top-k gives once."""
+    def _untabled(self, value: Value) -> tuple[Value, list[Step]]:
+        """`value` before it was put into a table [T, E] and taken out again by the same ids, which top-k gives once;
+        and the steps that it took in there."""
         if value.op is not aten.gather.default or value.detached:
-            return value
+            return value, []
         table, dim, index = value.args[:3]
-        if table.op is not aten.scatter.src or table.detached or not _last(table, dim):
-            return value
-        own = self._limited(bare(index, self.k, cut=True)) is self.ids
-        return self._same_rows(table.args[3]) if own and self._at_the_ids(table) else value
+        if not _last(table, dim) or self._limited(bare(index, self.k, cut=True)) is not self.ids:
+            return value, []
+        filled = self._filled(table, -1)[0]
+        if filled.op is not aten.scatter.src or filled.detached or not self._at_the_ids(filled):
+            return value, []
+        source, steps = self._scattered(table, -1)
+        return self._same_rows(source), steps
 
     def _at_the_ids(self, table: Value) -> bool:
         """Whether `table`, a result of scatter, holds a number for each slot at its token and expert."""
@@ -224,8 +252,9 @@ class _Search:
         steps, values = [], [value]
         while not at_end(values[0]):
             step, source = self._step(values[0])
-            steps.insert(0, step)
-            values.insert(0, self._untabled(self._same_rows(source)))
+            source, before = self._untabled(self._same_rows(source))
+            steps[:0] = [*before, step]
+            values.insert(0, source)
         if values[0].detached:
             raise _stop("the router runs with gradients switched off")
         return tuple(steps), values
