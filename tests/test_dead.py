@@ -7,6 +7,7 @@ from test_batched import HIDDEN, INNER, Block, tokens
 from torch import nn
 from torch.nn import functional as F
 
+from mok_compile.passes.blocks import site
 from mok_compile.passes.graph.dead import dead
 from mok_compile.passes.graph.view import View, name_of
 
@@ -130,3 +131,19 @@ def test_a_graph_without_experts_stays_as_it_is():
     fused = Fused(run)
     fused(torch.randn(3, 3), torch.randn(3, 3))
     assert any("abs" in target for target in fused.targets())
+
+
+class Idle(Watched):
+    """What reads nothing that was computed is in nobody's way."""
+
+    def look(self, inner):
+        torch.arange(7).square()
+
+
+def test_a_graph_is_not_looked_at_twice_for_nothing(monkeypatch):
+    views = []
+    monkeypatch.setattr(site, "View", lambda graph: views.append(View(graph)) or views[-1])
+    for block, looks in ((Idle, 1), (Adapter, 2)):
+        check_fused(block(), tokens(), tolerance=1e-9)
+        assert len(views) == looks
+        views.clear()

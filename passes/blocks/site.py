@@ -142,8 +142,8 @@ def _by_expert(value: Value, facts: Facts) -> bool:
 
 
 def analyse(graph: fx.Graph) -> Analysis:
-    """Finds the MoE blocks of `graph` (one graph, without its subgraphs). Where there are experts, what it computes for
-    nobody is erased first."""
+    """Finds the MoE blocks of `graph` (one graph, without its subgraphs). Where there are experts, what reads something
+    that it computes, and computes something for nobody, is erased first."""
     if not any(map(_may_anchor, graph.nodes)):
         return Analysis(None, [], _cut_off(graph))
     register_foreign()
@@ -153,7 +153,9 @@ def analyse(graph: fx.Graph) -> Analysis:
     anchors = [node for node in graph.nodes if is_anchor(node, view, facts)]
     if not anchors:
         return Analysis(view, [], _unclaimed(graph, [], view, facts) or _cut_off(graph), facts)
-    if unread := dead(graph, view):
+    unread = dict.fromkeys(dead(graph, view))
+    reads = (arg for node in unread for arg in node.all_input_nodes if arg not in unread)
+    if any(arg.op not in ("placeholder", "get_attr") for arg in reads):
         for node in unread:
             graph.erase_node(node)
         return analyse(graph)
