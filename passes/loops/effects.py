@@ -1,4 +1,5 @@
-"""What running a loop's code once leaves behind: in modules, other objects, classes, globals, and random numbers.
+"""What running a loop's code once leaves behind: in modules, other objects, classes, globals, closures, and random
+numbers.
 
 A proof runs the code that the fused op then replaces. Code that leaves something behind, a counter that is one higher,
 must run as often as in eager, so it is no block; and what the proof's own run has left is undone.
@@ -6,14 +7,10 @@ must run as often as in eager, so it is no block; and what the proof's own run h
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import functools
 import pickle
 import random
 import sys
-import threading
-import warnings
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,10 +18,10 @@ from typing import Any
 import torch
 
 from mok_compile.passes.facts.rules import Break
-from mok_compile.passes.graph.source import INSIDE
-from mok_compile.passes.loops.reach import CONTAINERS, Reach, codes_of, is_constant
+from mok_compile.passes.loops.reach import CONTAINERS, Reach, is_constant, slots_of
 
 _OPEN = (list, dict, set, deque)  # containers that can change
+_NOTHING = object()  # in a slot
 
 
 class Effects:
@@ -33,18 +30,28 @@ class Effects:
     def __init__(self, owner: torch.nn.Module, reach: Reach) -> None:
         self._globals = [(vars(sys.modules[m]), name, vars(sys.modules[m])[name]) for m, name in reach.globals]
         objects = {id(value): value for value in (*owner.modules(), *reach.objects(owner))}
-        self._attributes = [(value.__dict__, dict(value.__dict__)) for value in objects.values()]
-        bases = {base for cls in reach.classes for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"}
+        self._attributes = [(v.__dict__, dict(v.__dict__)) for v in (*objects.values(), *reach.functions)]
+        classes = reach.classes | reach.types
+        bases = {base for cls in classes for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"}
         self._classes = [(cls, dict(vars(cls))) for cls in bases - {object}]
-        held = [attribute for _, attributes in (*self._attributes, *self._classes) for attribute in attributes.values()]
-        found = _containers([*held, *(value for _, _, value in self._globals)])
-        self._contents = [(value, _copy(value)) for value in found]
         reached = list(reach.held(owner))
+        slots = [(value, name) for value in reached for name in slots_of(type(value))]
+        self._slots = [(value, name, getattr(value, name, _NOTHING)) for value, name in slots]
+        self._cells = [
+            (cell, cell.cell_contents) for f in reach.functions for cell in f.__closure__ or () if _is_full(cell)
+        ]
+        held = [attribute for _, attributes in (*self._attributes, *self._classes) for attribute in attributes.values()]
+        held += [value for *_, value in (*self._globals, *self._slots, *self._cells)]
+        defaults = [value for f in reach.functions for value in (f.__defaults__, f.__kwdefaults__)]
+        self._contents = [(value, _copy(value)) for value in _containers([*held, *defaults])]
+        self._memory = list(_memories(reached))
+        self._caches = [(cache, cache.cache_info()) for cache in reach.caches]
         if any(map(_moves_unseen, reached)):
             raise Break("mutation", "the loop can read an iterator, or draw numbers of numpy's, unseen")
         drawn = [random, *(value for value in reached if isinstance(value, random.Random))]
         self._draws = [(source.getstate, source.setstate) for source in drawn]
         self._draws += map(_seeded, _generators())  # draws of fake tensors move nothing, but seeds do
+        self._draws.append((torch.is_grad_enabled, torch._C._set_grad_enabled))
         if "numpy.random" in sys.modules:
             numbers = sys.modules["numpy.random"]
             self._draws.append((numbers.get_state, numbers.set_state))
@@ -71,43 +78,28 @@ class Effects:
         for space, name, before in self._globals:
             if not _same(space.get(name), before):
                 changed, space[name] = True, before
+        for cell, before in self._cells:
+            if not _is_full(cell) or not _same(cell.cell_contents, before):
+                changed, cell.cell_contents = True, before
+        for value, name, before in self._slots:
+            if not _same(getattr(value, name, _NOTHING), before):
+                changed = True
+                object.__delattr__(value, name) if before is _NOTHING else object.__setattr__(value, name, before)
+        for value, before in self._memory:
+            with memoryview(value) as view:
+                if view.tobytes() != before:
+                    changed, view.cast("B")[:] = True, before
+        for cache, before in self._caches:
+            now = cache.cache_info()
+            if now.currsize != before.currsize or (now.misses > before.misses and now.currsize == now.maxsize):
+                changed = True
+                cache.cache_clear()  # of what may be computed from stand-ins
         for now, before in self._contents:
             if _differ(now, before):
                 changed = True
                 now.clear()
                 now.extend(before) if isinstance(now, (list, deque)) else now.update(before)
         return changed
-
-
-@contextlib.contextmanager
-def speechless(reach: Reach) -> Iterator[None]:
-    """While this lasts, a ``print`` or a warning of the code of `reach`, in this thread, is a Break("mutation")."""
-    here, says = threading.get_ident(), (print, warnings.warn)
-
-    def kept(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def said(*args, **kwargs):
-            caller = sys._getframe(1).f_code.co_filename
-            if threading.get_ident() == here and not caller.startswith(INSIDE):
-                raise Break("mutation", "the loop prints or warns, which one op for all experts would not")
-            return function(*args, **kwargs)
-
-        return said
-
-    spaces = [(f.__globals__, name) for f in reach.functions for code in codes_of(f.__code__) for name in code.co_names]
-    found = {
-        (id(space), name): (space, name, space[name])
-        for space, name in spaces
-        if any(space.get(name) is f for f in says)
-    }
-    held = [(vars(builtins), "print", print), (vars(warnings), "warn", warnings.warn), *found.values()]
-    for space, name, function in held:
-        space[name] = kept(function)
-    try:
-        yield
-    finally:
-        for space, name, function in held:
-            space[name] = function
 
 
 def _generators() -> Iterator[torch.Generator]:
@@ -129,6 +121,28 @@ def _seeded(generator: torch.Generator) -> tuple[Callable[[], bytes], Callable[[
 def _moves_unseen(value: Any) -> bool:
     """Whether reading `value` may leave something behind that nobody can compare or put back."""
     return hasattr(type(value), "__next__") or type(value).__module__.startswith("numpy.random")
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _memories(values: list) -> Iterator[tuple[Any, bytes]]:
+    """Those of `values` whose memory can be written into past everything else, such as arrays; with what is there."""
+    for value in values:
+        try:
+            view = memoryview(value)
+        except (TypeError, ValueError, BufferError):
+            continue
+        with view:
+            if not view.readonly and not view.c_contiguous:
+                raise Break("mutation", "the loop can write into an array, unseen")
+            if not view.readonly:
+                yield value, view.tobytes()
 
 
 def _copy(container: Any) -> dict | set | list:

@@ -31,8 +31,9 @@ from mok_compile.passes.facts.rules import Break, name_of, root_of, same
 from mok_compile.passes.graph.record import Recorder
 from mok_compile.passes.graph.view import Value, View
 from mok_compile.passes.loops.alike import check_quiet, check_types
+from mok_compile.passes.loops.calls import check_called, watched
 from mok_compile.passes.loops.cut import Cut
-from mok_compile.passes.loops.effects import Effects, speechless
+from mok_compile.passes.loops.effects import Effects
 from mok_compile.passes.loops.reach import Reach
 from mok_compile.passes.loops.standins import (
     Absent,
@@ -144,6 +145,7 @@ def understand(cut: Cut, owner: torch.nn.Module, live: tuple, known: Known, reac
     """
     check_quiet(owner, cut.reads)
     check_types(reach)
+    check_called(reach)
     _check_apart(cut, live)
     for value in live:
         _fix_slots(value)
@@ -371,7 +373,7 @@ class Turn:
             "zip": zipped,
         }
         try:
-            with self.recorder, Indexing(self), speechless(self.reach):
+            with self.recorder, Indexing(self), watched(self.reach):
                 total, edge = self.cut.probe(Owner(self), *values, **shadows)
                 if self.cut.start is not None and not self._goes_on(edge):
                     raise Break("no-match", "the loop does not go on where the rows of its expert end")

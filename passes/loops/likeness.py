@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from mok_compile.passes.loops.reach import CONTAINERS, INTERNAL, Reach, class_attribute, is_constant, is_object
+from mok_compile.passes.loops.reach import (
+    CONTAINERS,
+    INTERNAL,
+    Reach,
+    class_attribute,
+    is_constant,
+    is_object,
+    slots_of,
+)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -108,7 +116,7 @@ class _Writer:
                     self._any(part)
         else:
             told.append(_Itself(value))
-            for name in _slots(type(value)) & self.reach.names:
+            for name in slots_of(type(value)) & self.reach.names:
                 self._any(getattr(value, name, None))
 
     def _module(self, module: torch.nn.Module) -> None:
@@ -148,11 +156,6 @@ class _Writer:
                 self._local(item)
         else:
             self.told.append(_constant(value) if is_constant(value) else _Itself(value))
-
-
-def _slots(cls: type) -> set[str]:
-    slots = (vars(base).get("__slots__", ()) for base in cls.__mro__ if base.__module__ != "builtins")
-    return {name for names in slots for name in ((names,) if isinstance(names, str) else names)}
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Reach:
 
     `names`: of attributes; `globals`: (module name, global name) of values that are no functions, classes or modules;
     `classes`: of all objects that are reached; `types`: those that the code names itself; `cells`: of closures, with
-    such values; `functions`: all code.
+    such values; `functions`: all code; `caches`: what keeps the results of some of it.
     """
 
     def __init__(self, owner: torch.nn.Module, function: types.FunctionType) -> None:
@@ -46,6 +46,7 @@ class Reach:
         self.functions: set[types.FunctionType] = set()
         self.types: set[type] = set()
         self.cells: list[types.CellType] = []
+        self.caches: set[functools._lru_cache_wrapper] = set()
         self._shared: dict[type, tuple[int, tuple[str, ...]]] = {}
         self._add(function)
         while True:
@@ -57,7 +58,7 @@ class Reach:
             for value in held:
                 self._add_code(value)
             for _, _, method in tuple(self.methods()):
-                self._add_all(_functions_of(method))
+                self._add_functions(method)
             for function in tuple(self.functions):
                 self._follow(function)
             if known == self._size():
@@ -127,10 +128,15 @@ class Reach:
                 pending += (value.func, value.args, value.keywords)
             elif isinstance(value, types.MethodType):
                 pending += (value.__func__, value.__self__)
+            else:
+                pending += [getattr(value, name) for name in slots_of(type(value)) & self.names if hasattr(value, name)]
 
-    def _add_all(self, functions: Iterable[types.FunctionType]) -> None:
-        for function in functions:
+    def _add_functions(self, value: Any) -> None:
+        """Takes in what reading or calling `value` can run."""
+        for function in _functions_of(value):
             self._add(function)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.caches.add(value)
 
     def _add(self, function: types.FunctionType) -> None:
         if function in self.functions:
@@ -150,7 +156,7 @@ class Reach:
 
     def _add_code(self, value: Any) -> None:
         """Takes in a function or a class that code names."""
-        self._add_all(_functions_of(value))
+        self._add_functions(value)
         if isinstance(value, type) and value.__module__.partition(".")[0] not in ("torch", "builtins"):
             self.types.add(value)
 
@@ -203,6 +209,12 @@ def _is_state(value: Any) -> bool:
     return value is not None and not isinstance(value, (type, types.ModuleType)) and not hasattr(type(value), "__get__")
 
 
+def slots_of(cls: type) -> set[str]:
+    """The attributes that objects of class `cls` have in slots."""
+    slots = (vars(base).get("__slots__", ()) for base in cls.__mro__ if base.__module__ != "builtins")
+    return {name for names in slots for name in ((names,) if isinstance(names, str) else names)}
+
+
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     """`code` and that of the functions in it."""
     yield code
@@ -244,6 +256,8 @@ def _functions_of(value: Any) -> Iterator[types.FunctionType]:
         value = value.__func__
     if isinstance(value, property):
         value = value.fget
+    if isinstance(value, functools._lru_cache_wrapper):
+        value = value.__wrapped__
     if not isinstance(value, types.FunctionType):
         return
     for function in {value, inspect.unwrap(value)}:

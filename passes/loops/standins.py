@@ -19,6 +19,7 @@ from mok_compile.passes.facts.rules import Break
 from mok_compile.passes.graph import record  # noqa: F401  registers the ops
 from mok_compile.passes.graph.view import decomposed
 from mok_compile.passes.loops.alike import check_calm, difference
+from mok_compile.passes.loops.calls import unwatched
 
 if TYPE_CHECKING:
     from mok_compile.passes.loops.iteration import Turn
@@ -506,6 +507,7 @@ class Indexing(TorchFunctionMode):
         self.turn = turn
         self._draws = itertools.count()
 
+    @unwatched
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # Parameters as placeholders: autograd would record for them what it saves.
         known = lambda a: self.turn.recorder.known(a) if isinstance(a, torch.Tensor) else a  # noqa: E731
