@@ -20,6 +20,8 @@ import torch
 from ep_routing import Traffic
 from shapes import SHAPES, Shape
 
+from mok_compile.distributed import windows
+
 # One H200. Tiles: those of forward for experts of many rows (docs/kernels/sm90.md).
 SMS, TILE_ROWS, TILE_COLUMNS = 132, 128, 192
 READ = 4.65e12  # bytes/s of weights streamed from HBM, measured (docs/kernels/sm90.md, "floor")
@@ -266,7 +268,7 @@ def predict(
 
     flat = (ranks - 1) * tokens * row_bytes
     came = (sent - sent.diag().diag()).sum(0).max().item() * row_bytes
-    turns = -(-flat // RING) or 1
+    _, turns = windows.Shape(None, None, shape.hidden, shape.top_k, False, RING).turns(tokens, ranks)
     worst = int(load.rows.argmax())
     waves = [t.double().mean().item() / sms for t in tiles(load.per_expert, shape)]
     rows_each = torch.tensor(ranks * tokens * shape.top_k / shape.experts)

@@ -151,6 +151,19 @@ def link_time(shape: Shape, tokens: int, kind: str) -> float:
     return most * shape.hidden * 2 / LINK * 1e3
 
 
+def start() -> dict[str, object]:
+    """Joins the ranks, each with its GPU; the conditions of what is measured, with `gpus` where ranks share them."""
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.cuda.set_device(device)
+    conditions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16"}
+    if ranks <= gpus:
+        dist.init_process_group("nccl", device_id=device)
+        return conditions
+    dist.init_process_group("gloo")  # NCCL takes one rank a GPU
+    return {**conditions, "gpus": gpus}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3-30b-a3b,olmoe-1b-7b,wide,mixtral-8x7b")
@@ -160,15 +173,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="benchmarks/results/ep_h200.jsonl", help="lines are added to this file")
     given = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    shared = int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
-    if shared:
-        dist.init_process_group("gloo")  # NCCL takes one rank a GPU
-    else:
-        dist.init_process_group("nccl", device_id=device)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    conditions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": "bfloat16"}
+    conditions = start()
+    rank, ranks, shared = dist.get_rank(), dist.get_world_size(), "gpus" in conditions
     for name in given.shapes.split(","):
         shape = SHAPES[name]
         local = Sharding(shape.experts, ranks).size(rank)
@@ -203,7 +209,6 @@ def main() -> None:
                     }  # fmt: skip
                     if shared:
                         row = {k: v for k, v in row.items() if k not in ("ms", "spread", "tflops_per_gpu", "link_ms")}
-                        row["gpus"] = torch.cuda.device_count()
                     if rank == 0:
                         with open(given.out, "a", encoding="utf-8") as out:
                             out.write(json.dumps(row) + "\n")

@@ -78,15 +78,15 @@ def test_tiles_and_waves():
 
 def test_turns_cost_the_fixed_time_of_every_expert_in_each(monkeypatch):
     """An expert on each of two ranks, whose fixed time is that of 3 * 1000 rows, with 2000 rows, half of them from the
-    other. The ring has room for 400 of its 2000 tokens."""
+    other. The ring has room for 400 of its 2000 tokens: 128 three times."""
     shape = shapes.Shape(hidden=960, inner=960, experts=2, top_k=1)
     sent, each = torch.full((2, 2), 1000), torch.full((2, 1), 2000)
     c, row = cost.Cost("none", 3000.0, 1.0, 0), 960 * 2
     monkeypatch.setattr(cost, "RING", 400 * row)
     p = cost.predict("", shape, "", routing.Traffic(sent, sent, each), 2000, cost.Setup(NO_LINK), {
         "forward": c, "both": c})  # fmt: skip
-    assert (p.flat_bytes, p.filled, p.turns) == (2000 * row, 0.5, 5)
-    assert p.turns_slowdown == pytest.approx((5 * 3 + 2) / (3 + 2))
+    assert (p.flat_bytes, p.filled, p.turns) == (2000 * row, 0.5, 6)
+    assert p.turns_slowdown == pytest.approx((6 * 3 + 2) / (3 + 2))
 
 
 def test_the_schedule_reads_and_sorts_the_ids_of_all_ranks():

@@ -100,7 +100,21 @@ def test_a_transport_that_is_passed_over_on_a_gpu_is_named(device, caplog):
     assert all("transport peer_memory cannot run" in text and "not torch.float32" in text for text in said)
 
 
-@pytest.mark.parametrize("text", ["room=0", "room=nan", "timeout=inf", "max_tokens=-1", "exact=yes", "rom=2", "room"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "room=0",
+        "room=nan",
+        "timeout=inf",
+        "max_tokens=-1",
+        "exact=yes",
+        "rom=2",
+        "room",
+        "ring=-1",
+        "ring=1000000",
+        "ring=0.5",
+    ],
+)
 def test_wrong_options_are_named(text):
     with pytest.raises(ValueError, match=re.escape(text.partition("=")[0])):
         peer_memory.Options.parse(text)

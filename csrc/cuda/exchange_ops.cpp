@@ -145,11 +145,6 @@ Tensor of_turn(Tensor all, const Exchange& to, int64_t turn) {
   return narrow(all, 0, first, std::min(to.group.capacity, all.size(0) - first));
 }
 
-// That turn's part of what forward has saved.
-Tensor saved_of(Tensor all, const Exchange& to, int64_t turn) {
-  return to.turns == 1 ? all : narrow(all, 0, turn * to.room, to.room);
-}
-
 // A turn's call: publishes `rows`, and `again` if that is given.
 PublishArguments published(const Exchange& to, const Tensor& rows, const Tensor* again = nullptr) {
   PublishArguments said{};
@@ -166,9 +161,12 @@ Sizes sizes_of(const Exchange& to, const Operands& in) {
   return {to.group.ranks * to.group.capacity, to.hidden, in.down.size(2), to.local, to.top_k};
 }
 
-// Rows of the other ranks' tokens in a turn.
+// Rows of the other ranks' tokens in a turn; a rank without experts reads none.
+int64_t other_tokens(const Exchange& to, const Sizes& sizes) {
+  return sizes.experts > 0 ? sizes.tokens - to.group.capacity : 0;
+}
 Tensor other_rows(const Exchange& to, const Sizes& sizes, const Tensor& like) {
-  return empty({sizes.tokens - to.group.capacity, to.hidden}, like.scalar_type(), like);
+  return empty({other_tokens(to, sizes), to.hidden}, like.scalar_type(), like);
 }
 
 // What Summed needs where routes come one by one.
@@ -176,10 +174,12 @@ MaybeTensor positions(const Exchange& to, const Tensor& on) {
   return to.by_route ? MaybeTensor(empty_ints(to.group.capacity * to.top_k, on)) : std::nullopt;
 }
 
-// All memory is asked for before the first turn: the other ranks would take a second try for the next one.
+// All memory is asked for before the first turn: the op is called again where there was none, and the other ranks would
+// take that for the next turn.
 //
 // Forward: y and, with `save`, what backward needs: the other ranks' tokens of the last turn [(ranks - 1) * capacity,
-// H], and of all turns h [turns * room, N] and Kept. No tensors where memory does not suffice.
+// H], and of all turns h [turns * room, N] and Kept; tokens and h without rows on a rank without experts. No tensors
+// where memory does not suffice.
 Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Tensor down, Tensors up_bias,
                             MaybeTensor down_bias, Doubles activation, bool save, Integers how, Integers numbers,
                             int64_t stream) {
@@ -190,22 +190,26 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
     const Group& group = to.group;
     const Sizes sizes = sizes_of(to, in);
     const Parts parts = parts_of(to.layout, sizes.inner);
+    const bool works = sizes.experts > 0;
+    const int64_t room = works ? to.room : 0;
     const Tensor y = empty({x.size(0), to.hidden}, scalar_of(to.out), x);
     const Tensor others = other_rows(to, sizes, x);
     const Tensor ints = empty_ints((save ? to.turns : 1) * Kept::size(sizes), x);
     MaybeTensor h;
-    if (save) h = empty({to.turns * to.room, parts.columns * parts.count}, x.scalar_type(), x);
-    const bool works = sizes.experts > 0;
+    if (save) h = empty({to.turns * room, parts.columns * parts.count}, x.scalar_type(), x);
     const Schedule made = schedule_of(sizes, to, x);
-    const int64_t room = works ? to.room : 0;
     const Tensor a = empty_panels({sizes.inner, 1}, room, x), rows = empty({room, to.hidden}, x.scalar_type(), x);
     const MaybeTensor position = positions(to, x);
 
+    const Block block = block_of({sizes, made.plan, stream}, in);
+    // As if all ranks were given as much.
+    const Tiles tiles = tiles_for(std::min(x.size(0), group.capacity) * to.top_k, std::max<int64_t>(sizes.experts, 1));
     for (int64_t turn = 0; turn < to.turns; ++turn) {
       const Tensor own = of_turn(x, to, turn), own_ids = of_turn(ids, to, turn),
                    own_weights = of_turn(weights, to, turn);
       const Kept kept(ints, sizes, save ? turn : 0);
-      const Summed summed(to, x.scalar_type(), own_ids, &own_weights, of_turn(y, to, turn), std::nullopt, position);
+      Summed summed(to, x.scalar_type(), own_ids, &own_weights, of_turn(y, to, turn), std::nullopt, position);
+      summed.mark({y});  // earlier turns have written sums
       PublishArguments said = published(to, own);
       said.routed = true;
       said.ids = own_ids.data_ptr();
@@ -217,14 +221,13 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
       bool ended = false;
       FinishArguments end{group, to.top_k, nullptr, nullptr, nullptr, nullptr, to.room};
       if (works) {
-        const Tiles tiles = tiles_for(own.size(0) * to.top_k, sizes.experts);  // as if all ranks were given as much
         const Rows of{sizes, kept.in(made.plan), stream};
         require(schedule({sizes, kept.ids, Dtype::kInt32, kept.order, kept.offsets, made.counts, of.plan, tiles},
                          stream_of(stream)));
         const Pull pull{group, others.data_ptr(), int(sizes.experts), int(to.top_k), int(to.hidden), to.sms};
         MaybeTensor saved;
-        if (h) saved = saved_of(*h, to, turn);
-        experts(of, block_of(of, in), in, tiles, {others.data_ptr(), own.data_ptr()}, saved, a, rows, &pull);
+        if (h) saved = narrow(*h, 0, turn * room, room);
+        experts(of, block, in, tiles, {others.data_ptr(), own.data_ptr()}, saved, a, rows, &pull);
         ended = push(of, to, rows, kept.weights);
         end.error = of.plan.error;
         end.count = of.plan.rows;
@@ -250,25 +253,25 @@ Tensors backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Te
   const ScalarType dtype = x.scalar_type();
   const Sizes sizes = sizes_of(to, in);
   const Parts parts = parts_of(to.layout, sizes.inner);
+  const bool works = sizes.experts > 0;
+  const int64_t rows = works ? to.room : 0;
   STD_TORCH_CHECK(dy.dim() == 2 && dy.size(0) == x.size(0) && dy.size(1) == x.size(1) && dy.scalar_type() == dtype &&
                       dy.is_contiguous() && ints.numel() == to.turns * Kept::size(sizes) &&
-                      h.numel() == to.turns * to.room * parts.columns * parts.count &&
-                      other_x.numel() == (sizes.tokens - group.capacity) * to.hidden,
+                      h.numel() == to.turns * rows * parts.columns * parts.count &&
+                      other_x.numel() == other_tokens(to, sizes) * to.hidden,
                   "mok-compile, sm90 engine: what forward has saved does not fit the exchange");
   return if_there_is_room([&]() -> Tensors {
-    const bool works = sizes.experts > 0;
     const Needs wanted = needs_of(needs);
     MaybeTensor dx, dweights;
     if (wanted.x) dx = empty({x.size(0), to.hidden}, dtype, x);
     if (wanted.weights) dweights = empty({x.size(0), to.top_k}, weights.scalar_type(), x);
-    Gradients grads(in, wanted);
+    const Gradients grads(in, wanted);
     const Tensors of_experts = grads.all();
 
     const Tensor other_dy = other_rows(to, sizes, x);
-    MaybeTensor fetched;
-    if (to.turns > 1) fetched = other_rows(to, sizes, x);
+    MaybeTensor fetched;  // nothing else than the gradients of up needs it
+    if (to.turns > 1 && !grads.up.empty()) fetched = other_rows(to, sizes, x);
     const Schedule made = schedule_of(sizes, to, x);
-    const int64_t rows = works ? to.room : 0;
     const Tensor dh_panels = empty_panels(parts, rows, x);
     const Panels dh{parts, dh_panels, to.room};
     const Tensor dscore = empty({score_tiles(sizes), works ? sizes.slots() : 0}, ScalarType::Float, x);
@@ -280,41 +283,39 @@ Tensors backward_parallel_op(Tensor dy, Tensor x, Tensor ids, Tensor weights, Te
     if (works && to.by_route) scores = empty({sizes.tokens, to.top_k}, ScalarType::Float, x);
     const MaybeTensor position = positions(to, x);
 
+    const Block block = block_of({sizes, made.plan, stream}, in);
     for (int64_t turn = to.turns - 1; turn >= 0; --turn) {
       const bool again = turn < to.turns - 1;
-      const Tensor own = of_turn(x, to, turn), own_dy = of_turn(dy, to, turn), saved = saved_of(h, to, turn);
+      const Tensor own = of_turn(x, to, turn), own_dy = of_turn(dy, to, turn);
       const Kept kept(ints, sizes, turn);
+      const Rows of{sizes, kept.in(made.plan), stream};
       const auto part = [&](const MaybeTensor& all) { return all ? MaybeTensor(of_turn(*all, to, turn)) : all; };
       Summed summed(to, dtype, of_turn(ids, to, turn), nullptr, part(dx), part(dweights), position);
       summed.mark(of_experts);
-      grads.add = again;
 
       require(publish(published(to, own_dy, again ? &own : nullptr), stream_of(stream)));
       bool ended = false;
       FinishArguments end{group, to.top_k, kept.ids, nullptr, nullptr, nullptr, to.room};
       if (works) {
-        const Rows of{sizes, kept.in(made.plan), stream};
-        const Tensor& tokens = again ? *fetched : other_x;
-        const Block block = block_of(of, in);
         const Tensor all_weights = torch::stable::from_blob(kept.weights, {sizes.tokens, to.top_k}, {to.top_k, 1},
                                                             x.device(), ScalarType::Float);
         require(replan(sizes, of.plan, stream_of(stream)));
         require(wait_published(group, stream_of(stream)));
         Pull pull{group, other_dy.data_ptr(), int(sizes.experts), int(to.top_k), int(to.hidden), to.backward_sms};
-        if (again) pull.again = tokens.data_ptr();
-        down_gradients(of, block, down_bias, {other_dy.data_ptr(), own_dy.data_ptr()}, saved, all_weights, dh, scratch,
-                       dscore, grads, &pull);
+        if (again && fetched) pull.again = fetched->data_ptr();
+        down_gradients(of, block, down_bias, {other_dy.data_ptr(), own_dy.data_ptr()}, narrow(h, 0, turn * rows, rows),
+                       all_weights, dh, scratch, dscore, grads, again, &pull);
         up_gradients(of, block, dh, scratch);
         // What the other ranks need is not known here: the gradients of tokens and of routing weights are always sent.
         ended = push(of, to, scratch, nullptr, &dscore, scores);
         if (scores) end.scores = static_cast<const float*>(scores->data_ptr());
         end.error = of.plan.error;
         end.count = of.plan.rows;
-        if (!ended) require(finish(end, stream_of(stream)));
-        up_weight_gradients(of, block, dh, {tokens.data_ptr(), own.data_ptr()}, grads);
-      } else {
-        require(finish(end, stream_of(stream)));
       }
+      if (!ended) require(finish(end, stream_of(stream)));  // the other ranks wait for it
+      if (works)
+        up_weight_gradients(of, block, dh, {again ? data_of(fetched) : other_x.data_ptr(), own.data_ptr()}, grads,
+                            again);
       require(sum(summed.arguments, stream_of(stream)));
     }
     Tensors all;

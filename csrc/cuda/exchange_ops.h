@@ -72,15 +72,15 @@ struct Summed {
     }
   }
 
-  // `grads` are marked if the exchange fails: they were made from what was not there. One element of each, for the
-  // optimiser's and the reader's notice: passes over all weights cost time.
-  void mark(const Tensors& grads) {
+  // What is marked if the exchange fails, of one dtype: it was made from what was not there. One element of each, for
+  // the optimiser's and the reader's notice: passes over all weights cost time.
+  void mark(const Tensors& results) {
     Marks& marks = arguments.marks;
-    for (const Tensor& grad : grads) {
-      if (grad.numel() == 0) continue;
-      STD_TORCH_CHECK(marks.count < Marks::kMost, "mok-compile, sm90 engine: too many gradients");
-      marks.at[marks.count++] = grad.data_ptr();
-      marks.dtype = dtype_of(grad);
+    for (const Tensor& result : results) {
+      if (result.numel() == 0) continue;
+      STD_TORCH_CHECK(marks.count < Marks::kMost, "mok-compile, sm90 engine: too many results");
+      marks.at[marks.count++] = result.data_ptr();
+      marks.dtype = dtype_of(result);
     }
   }
 };

@@ -1,5 +1,4 @@
-// The steps of a pass that passes on one GPU (ops.cpp) and exchanges (exchange_ops.cpp) have in common: they allocate
-// scratch and launch kernels.
+// What forward and backward on one GPU (ops.cpp) and those of an exchange (exchange_ops.cpp) have in common.
 #pragma once
 
 #include "experts.h"
@@ -78,13 +77,12 @@ inline void experts(const Rows& of, const Block& block, const Operands& in, Tile
 }
 
 // The gradients of a block's weights and biases that are wanted: each one tensor for all experts, stored as the weights
-// are. `add`: to what is there.
+// are. What fills them takes `add`: to what is there.
 struct Gradients {
   Tensors up;
   MaybeTensor down;
   Tensors up_bias;
   MaybeTensor down_bias;
-  bool add = false;
 
   Gradients(const Operands& in, const Needs& needs) {
     const auto weight = [&](const Tensor& of) {
@@ -118,7 +116,7 @@ inline void outer(const Rows& of, const void* dense, const Parts& parts, bool de
 // The gradients through the down projection: dh, dscore, and those of down; `scratch` holds the activation.
 inline void down_gradients(const Rows& of, const Block& block, const MaybeTensor& down_bias, const TokenRows& dy,
                            const Tensor& h, const Tensor& weights, const Panels& dh, const Tensor& scratch,
-                           const Tensor& dscore, const Gradients& grads, const Pull* pull = nullptr) {
+                           const Tensor& dscore, const Gradients& grads, bool add = false, const Pull* pull = nullptr) {
   const Panels a{{of.sizes.inner, 1}, scratch, of.plan.room};
   require_room(a, "backward");
   require_room(dh, "backward");
@@ -129,7 +127,7 @@ inline void down_gradients(const Rows& of, const Block& block, const MaybeTensor
       stream_of(of.stream)));
   if (down_bias)
     require(bias_score({of.sizes, dtype_of(h), of.plan, dy, down_bias->data_ptr(), scores}, stream_of(of.stream)));
-  if (grads.down) outer(of, a.part(0), a.parts, block.transposed, dy, *grads.down, 3, grads.add);
+  if (grads.down) outer(of, a.part(0), a.parts, block.transposed, dy, *grads.down, 3, add);
   if (grads.down_bias)
     require(bias_grad({of.sizes,
                        dtype_of(h),
@@ -140,7 +138,7 @@ inline void down_gradients(const Rows& of, const Block& block, const MaybeTensor
                        weights.data_ptr(),
                        dtype_of(weights),
                        grads.down_bias->data_ptr(),
-                       grads.add},
+                       add},
                       stream_of(of.stream)));
 }
 
@@ -160,10 +158,10 @@ inline void up_gradients(const Rows& of, const Block& block, const Panels& dh, c
 
 // The gradients of up: one tensor for all parts, or one for each.
 inline void up_weight_gradients(const Rows& of, const Block& block, const Panels& dh, const TokenRows& x,
-                                const Gradients& grads) {
+                                const Gradients& grads, bool add = false) {
   const auto parts = [&](const Tensors& out) { return Parts{dh.parts.columns, dh.parts.count / int64_t(out.size())}; };
   for (size_t i = 0; i < grads.up.size(); ++i)
-    outer(of, dh.part(i), parts(grads.up), !block.transposed, x, grads.up[i], 4 + int(i), grads.add);
+    outer(of, dh.part(i), parts(grads.up), !block.transposed, x, grads.up[i], 4 + int(i), add);
   for (size_t i = 0; i < grads.up_bias.size(); ++i)
     require(bias_grad({of.sizes,
                        dtype_of(grads.up_bias[i]),
@@ -174,7 +172,7 @@ inline void up_weight_gradients(const Rows& of, const Block& block, const Panels
                        nullptr,
                        Dtype::kFloat32,
                        grads.up_bias[i].data_ptr(),
-                       grads.add},
+                       add},
                       stream_of(of.stream)));
 }
 

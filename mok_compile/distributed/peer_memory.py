@@ -37,7 +37,7 @@ class Options:
     that does not suffice, a pass is cut into turns, and backward reads again what forward has read. sms, backward_sms:
     how many of the GPU's processors read from other ranks before they take part in the products; 0 for what
     ``python -m mok_compile tune`` has stored for the shape, else 16. None of these changes the result, except that
-    `exact` changes how it is rounded, and gradients of weights are rounded once for each turn.
+    `exact` changes how it is rounded, and gradients of weights are rounded anew in each turn.
     """
 
     room: float = 2.0

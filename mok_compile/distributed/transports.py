@@ -61,7 +61,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward: ``rows`` [R, H], the tokens that came here; ``h`` [R, N], the
+    """What the forward leaves for the backward: ``rows`` [R, H], tokens that came here; ``h`` [R, N], the
     pre-activations of this rank's experts; ``plan`` [P] int32, the schedule. R and P are the transport's choice."""
 
     rows: torch.Tensor

@@ -1,8 +1,9 @@
 """Windows: memory of every rank of a group that the kernels of all its ranks read and write.
 
 A window is made once for all blocks of one shape, by all ranks together, and holds one exchange at a time (one pass of
-one block, see csrc/cuda/sm90/exchange.h). Every rank must run the exchanges of a window in the same order; streams wait
-for each other here. Kernels cannot raise: a fault is written into memory of the host and raised at the next call.
+one block, or a turn of it, see csrc/cuda/sm90/exchange.h). Every rank must run the passes of a window in the same
+order; streams wait for each other here. Kernels cannot raise: a fault is written into memory of the host and raised at
+the next call.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Windows:
         if slots > MAX_SLOTS:
             raise ValueError(
                 f"mok::experts_parallel: {peers.ranks} ranks of up to {capacity} tokens with {shape.top_k} experts "
-                f"each have {slots} routes, and peer memory takes {MAX_SLOTS}: cut them into turns with "
-                'transport="peer_memory ring=..."'
+                f"each have {slots} routes, and peer memory takes {MAX_SLOTS} at a time: a ring of fewer megabytes "
+                'cuts them into turns (transport="peer_memory ring=..."), transport="collectives" takes any number'
             )
         size = ops.window_bytes(peers.ranks, capacity, shape.hidden, shape.top_k, shape.exact, turns)
         with torch.cuda.device(device), peers.during("setting up", f"sharing {size} bytes of GPU memory"):
@@ -158,8 +159,8 @@ class Windows:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[tuple[list[int], int]]:
-        """One exchange on the current stream of the windows' device, which becomes the current one; gives `numbers` and
-        the stream. RuntimeError for a fault of an earlier one, whose results were NaN."""
+        """Those of one pass, on the current stream of the windows' device, which becomes the current one; gives
+        `numbers` and the stream. RuntimeError for a fault of an earlier one, whose results have NaNs."""
         said = self.fault()
         if said is not None:
             release(self.shape)

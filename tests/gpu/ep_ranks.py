@@ -16,18 +16,25 @@ import torch.distributed as dist
 from mok_compile import functional
 from mok_compile.distributed import windows
 from mok_compile.distributed.sharding import Sharding
-from mok_compile.spec import ExpertsSpec
+from mok_compile.spec import ExpertsSpec, dtype_name
 
 NAMES = functional.OPERANDS
 
 
-def block(tokens, hidden, inner, experts, top_k, *, bias=False, layout="concat", skew=False, seed=0, holes=False):
+def block(
+    tokens, hidden, inner, experts, top_k, *,
+    bias=False, layout="concat", skew=False, seed=0, holes=False, dtype=torch.bfloat16, transposed=False,
+):  # fmt: skip
     """Operands of all ranks' tokens and all experts, the same on every rank; `tokens` by rank."""
     g = torch.Generator().manual_seed(seed)
     total = sum(tokens)
 
     def normal(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=g) * scale).bfloat16().cuda()
+        return (torch.randn(*shape, generator=g) * scale).to(dtype).cuda()
+
+    def weight(*shape):
+        values = normal(*shape, scale=shape[-1] ** -0.5)
+        return values.mT.contiguous().mT if transposed else values
 
     x, dy = normal(total, hidden), normal(total, hidden)
     scores = torch.rand(total, experts, generator=g)
@@ -38,8 +45,8 @@ def block(tokens, hidden, inner, experts, top_k, *, bias=False, layout="concat",
         ids[torch.rand(ids.shape, generator=g).cuda() < 0.2] = -1
     weights = torch.rand(total, top_k, generator=g).cuda()
     parts = 2 if layout == "separate" else 1
-    up = tuple(normal(experts, 2 * inner // parts, hidden, scale=hidden**-0.5) for _ in range(parts))
-    down = (normal(experts, hidden, inner, scale=inner**-0.5),)
+    up = tuple(weight(experts, 2 * inner // parts, hidden) for _ in range(parts))
+    down = (weight(experts, hidden, inner),)
     up_bias = tuple(normal(experts, 2 * inner // parts) for _ in range(parts)) if bias else ()
     down_bias = (normal(experts, hidden),) if bias else ()
     return x, ids, weights, functional.Weights(up, down, up_bias, down_bias), dy
@@ -96,7 +103,7 @@ def check(name, tokens, hidden, inner, experts, top_k, transport="peer_memory", 
     tokens = [*tokens, *[tokens[-1]] * (dist.get_world_size() - len(tokens))][: dist.get_world_size()]
     operands = block(tokens, hidden, inner, experts, top_k, **how)
     layout = how.get("layout", "concat")
-    spec = ExpertsSpec("silu(gate) * up", layout, "bfloat16")
+    spec = ExpertsSpec("silu(gate) * up", layout, dtype_name(operands[0].dtype))
     alone_y, alone = both(operands, spec, engine="sm90")
     wanted_y, wanted = both(exactly(operands), ExpertsSpec(spec.activation, layout, "float32"), engine="portable")
     own, rows, held = mine(operands, tokens, experts)
@@ -163,6 +170,10 @@ def rings():
         check("ring, separate", [100, 2000], 1024, 128, 8, 2, ring, like="peer_memory", layout="separate", holes=True),
         check("ring, one expert", [1500, 900], 1024, 128, 1, 1, wide, like=all_rows),
         check("ring, skewed", [1300, 900], 1024, 192, 16, 4, wide, like=all_rows, skew=True),
+        check("ring, [E, in, out]", [900, 1500], 1024, 128, 8, 2, ring, like="peer_memory", transposed=True),
+        check("ring, float16", [900, 1500], 1024, 128, 8, 2, ring, like="peer_memory", dtype=torch.float16),
+        check("ring, interleaved", [900, 1500], 1024, 128, 8, 2, ring, like="peer_memory", layout="interleaved"),
+        check("ring, exact, biases", [900, 1500], 1024, 128, 8, 2, f"{ring} exact=1", exact=True, bias=True),
         check("ring, exact", [3000, 2500], 1024, 512, 32, 8, f"{ring} exact=1", exact=True, like="peer_memory exact=1"),
     ]
     windows.release()
@@ -173,7 +184,9 @@ def rings():
     limit = ring_for(512, 1024) * 1_000_000
     results.append(0 < rows.numel() * rows.element_size() <= limit)
     print(f"{'ok  ' if results[-1] else 'BAD '} kept rows {tuple(rows.shape)}, ring of {limit} bytes", flush=True)
-    functional.backward(own[4], context)
+    once, twice = (grads_of(functional.backward(own[4], context)) for _ in range(2))
+    results.append(all(torch.equal(a, b) for n in NAMES for a, b in zip(once[n], twice[n], strict=True)))
+    print(f"{'ok  ' if results[-1] else 'BAD '} two backward passes of one forward", flush=True)
     return all(results)
 
 
@@ -301,6 +314,20 @@ def faults():
         lambda: functional.forward(*bigger[:4], spec, **parallel(8, "peer_memory timeout=3"))))  # fmt: skip
     dist.barrier()
     again("more tokens than before")
+    windows.release()
+    # Later turns have no room; ranks but the first have tokens in the first turn alone.
+    long = [3000] + [100] * (ranks - 1)
+    (x, ids, *rest), _, _ = mine(block(long, 1024, 128, 8, 2), long, 8)
+    ids[1000:] = 0
+    how = parallel(8, f"peer_memory timeout=3 room=0.7 ring={ring_for(512, 1024)}")
+    y, _ = functional.forward(x, ids, *rest[:2], spec, **how)
+    marked = bool(y.flatten()[0].isnan())
+    well = well and marked
+    print(f"{'ok  ' if marked else 'BAD '} outputs after a fault in a later turn rank {rank}: {marked}", flush=True)
+    expect("no room in a later turn", "there is room for", raised(
+        lambda: functional.forward(x, ids, *rest[:2], spec, **how)))  # fmt: skip
+    dist.barrier()
+    again("no room in a later turn")
     windows.release()
     crowded, _, _ = mine(block(tokens, 256, 128, 8, 2, skew=True), tokens, 8)
     expect("no room for the rows", "there is room for", raised(

@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(kSumThreads)
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     bias_score_kernel(TokenRows dy, const T* bias, Plan plan, float* dscore, int columns) {
-  if (*plan.error != 0) return;  // perhaps there is no room for so many rows
   const int expert = blockIdx.y, lane = threadIdx.x % 32, first = lane * 8;
   const int start = expert ? plan.offsets[expert - 1] : 0, end = plan.offsets[expert];
   const RowAddresses tokens(dy, columns, first);
@@ -81,9 +80,11 @@ const char* run(const BiasGradArguments& in, void* stream) {
 
 template <class T>
 const char* run_score(const BiasScoreArguments& in, void* stream) {
-  // Enough warps for the device where one expert has all rows.
-  const int64_t ctas = (in.sizes.slots() + kSumThreads / 32 - 1) / (kSumThreads / 32);
-  const dim3 grid(unsigned(std::min<int64_t>(ctas, 4 * multiprocessors())), unsigned(in.sizes.experts));
+  // Of an expert: enough for the device in all, and not too few where one expert has all rows.
+  constexpr int64_t kRowsOfCta = kSumThreads / 32, kLeast = 32;
+  const int64_t ctas = std::min((in.sizes.slots() + kRowsOfCta - 1) / kRowsOfCta,
+                                std::max<int64_t>(kLeast, 8 * multiprocessors() / in.sizes.experts));
+  const dim3 grid(unsigned(ctas), unsigned(in.sizes.experts));
   bias_score_kernel<T><<<grid, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       in.dy, static_cast<const T*>(in.bias), in.plan, in.dscore, int(in.sizes.hidden));
   return check(cudaGetLastError());

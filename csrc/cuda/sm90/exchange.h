@@ -1,7 +1,7 @@
 // Expert parallelism: the ranks of a group, each with its own tokens and its own experts, and how a token's row finds
 // the rank of an expert and the result its way back. Plain C++, as arguments.h, whose legend holds.
 //
-// One *exchange* is one pass (forward, or backward) of one block over all ranks:
+// One *exchange* is one pass (forward, or backward) of one block over all ranks, or a turn of it:
 //
 //   publish   every rank copies its rows (x, or dy) and its routing into its window and tells the others so; itself it
 //             uses them where they were

@@ -141,6 +141,7 @@ struct WeightGrad : Common<2, 192> {
   template <int kHeight>
   static __device__ __forceinline__ void finish(const Params& p, const Task& task,
                                                 const float (&acc)[kHeight][kAccumulators], const Warp& warp) {
+    if (p.add && task.steps == 0) return;  // an expert without rows
     send_tile<T, kFlipped>(acc, warp, &p.sent, task.row, {task.column / kPanel, p.panels, p.part}, task.expert, p.add);
   }
   static __device__ __forceinline__ void drain() { ptx::sends_wait_read(); }
