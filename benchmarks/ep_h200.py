@@ -78,6 +78,13 @@ class Nccl:
         return torch.zeros_like(x).index_add(0, order // top_k, weighted)
 
 
+def weights_of(shape: Shape) -> list[torch.Tensor]:
+    """Up and down of this rank's experts."""
+    local = Sharding(shape.experts, dist.get_world_size()).size(dist.get_rank())
+    sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)
+    return [(torch.randn(local, *size, device="cuda") * 0.02).bfloat16() for size in sizes]
+
+
 def make(name: str, shape: Shape, tokens: int, kind: str, weights):
     """(forward, both): functions to be timed."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -177,11 +184,7 @@ def main() -> None:
     rank, ranks, shared = dist.get_rank(), dist.get_world_size(), "gpus" in conditions
     for name in given.shapes.split(","):
         shape = SHAPES[name]
-        local = Sharding(shape.experts, ranks).size(rank)
-        weights = [
-            (torch.randn(local, *size, device="cuda") * 0.02).bfloat16()
-            for size in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
-        ]
+        weights = weights_of(shape)
         for tokens in map(int, given.tokens.split(",")):
             for kind in given.routing.split(","):
                 windows.release()  # they would have room for the tokens of the last size

@@ -15,12 +15,11 @@ import json
 
 import torch
 import torch.distributed as dist
-from ep_h200 import make, start
+from ep_h200 import make, start, weights_of
 from h200_kernels import kernels_of
 from shapes import SHAPES
 
 from mok_compile.distributed import windows
-from mok_compile.distributed.sharding import Sharding
 
 
 def main() -> None:
@@ -33,11 +32,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for name in given.shapes.split(","):
         shape = SHAPES[name]
-        local = Sharding(shape.experts, ranks).size(rank)
-        weights = [
-            (torch.randn(local, *size, device="cuda") * 0.02).bfloat16()
-            for size in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
-        ]
+        weights = weights_of(shape)
         for tokens in map(int, given.tokens.split(",")):
             windows.release()
             _, both = make("mok", shape, tokens, "balanced", weights)
