@@ -75,7 +75,24 @@ class Counted(Watched):
         self.seen.add_(inner.detach().sum((0, 1)))
 
 
-@pytest.mark.parametrize("block", [Drawn, Counted])
+class Normed(Watched):
+    """Its running statistics alone are wanted, which no schema says that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(INNER).double()
+        self.norm.running_var.zero_()
+
+    def look(self, inner):
+        self.norm(inner.detach().flatten(0, 1))
+
+
+class NormedChannels(Normed):
+    def look(self, inner):
+        F.instance_norm(inner.detach().mT, self.norm.running_mean, self.norm.running_var)
+
+
+@pytest.mark.parametrize("block", [Drawn, Counted, Normed, NormedChannels])
 def test_effects_are_kept(block):
     check_refused(block(), tokens(), reason="interior-use")
     model, left = block(), []

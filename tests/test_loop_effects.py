@@ -30,7 +30,7 @@ from array import array as numbers_in_a_row
 import numpy as np
 import pytest
 import torch
-from loops import E, Plain, Ranged
+from loops import E, H, Plain, Ranged
 from test_module_lists import LOOP, Traced, fresh, tokens  # noqa: F401  `fresh` is a fixture
 from torch.nn import functional as F
 
@@ -319,6 +319,8 @@ ASKED = {
     "a hook": (lambda x: x.register_hook(lines.append), "the loop calls torch._tensor.register_hook,"),
     "modes": (lambda x: torch.set_grad_enabled(False), "the loop changes more than tensors"),
     "collection": (lambda x: gc.collect(), "the loop calls collect,"),
+    "a lock": (lambda x: lock.acquire() and lock.release(), "the loop calls lock.acquire,"),
+    "memory": (lambda x: _looked_at(), "the loop calls memoryview.__exit__,"),
 }
 
 
@@ -356,6 +358,14 @@ def _local(x):
     return collections.OrderedDict(sizes).pop("less")
 
 
+lock, nested = threading.Lock(), threading.RLock()
+
+
+def _one_at_a_time(x):
+    with lock, nested:
+        return x.shape[0]
+
+
 def _optional(**given):
     given.setdefault("scale", 2)
     return given.pop("scale") + len({"a": 1} | given)
@@ -375,6 +385,11 @@ def warm(size):
 class Sizes:
     rows: int = 2
     more: list = dataclasses.field(default_factory=list)
+
+
+def _looked_at():
+    with memoryview(b"ab") as view:
+        return len(view)
 
 
 class Kind(enum.Enum):
@@ -408,6 +423,9 @@ ORDINARY = {
     "abstract": lambda x: isinstance([], collections.abc.Sequence) and isinstance(3, numbers.Number),
     "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2), use_reentrant=False),
     "nonlocal": lambda x: _counts_for_itself(),
+    "locks": _one_at_a_time,
+    "a module of its own": lambda x: torch.nn.SiLU()(torch.ones(2)),
+    "versions": lambda x: torch.__version__ >= "2.0" and torch.cuda.is_available(),
 }
 
 
@@ -434,6 +452,35 @@ def test_ordinary_calls(what):
         expert.does = ORDINARY[what]
     site = explain(block)(tokens(2, 9)).sites[0]
     assert (site.status, site.detail) == ("fused", LOOP), site
+
+
+class Statistics(Plain):
+    """Of a weight, whatever the tokens are; no schema says that batch_norm writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(H, affine=False)
+        self.norm.num_batches_tracked = None
+
+    def forward(self, x):
+        F.batch_norm(self.fc1.weight.detach(), self.norm.running_mean, self.norm.running_var, training=True)
+        return super().forward(x)
+
+
+def test_running_statistics_are_written():
+    torch.manual_seed(0)
+    block = Ranged([Statistics() for _ in range(E)])
+    (site,) = explain(block)(tokens(2, 9)).sites
+    assert site.reason == "mutation" and "writes into a tensor" in site.detail, site
+    traced, left = Traced(block, verify=False), []
+    for run in (block, traced):
+        for expert in block.experts:
+            expert.norm.running_mean.zero_()
+        run(tokens(2, 9))
+        left.append([expert.norm.running_mean.clone() for expert in block.experts])
+    assert traced.report.fused == 0
+    torch.testing.assert_close(left[0], left[1])
+    assert all(mean.any() for mean in left[0])
 
 
 def test_a_profiler_goes_on():

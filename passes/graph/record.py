@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mok_compile.passes.facts.rules import Break
 from mok_compile.passes.graph.source import trace_of_caller
+from mok_compile.passes.graph.writes import written
 
 aten = torch.ops.aten
 
@@ -73,11 +74,12 @@ class Recorder(TorchDispatchMode):
         """The node that returned `tensor`."""
         return self._nodes.get(id(tensor))
 
-    def written(self) -> Iterator[fx.Node]:
-        """The nodes that write into a tensor."""
+    def writes(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Each node that writes into a tensor, and that tensor's."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-                yield node
+            if isinstance(node.target, torch._ops.OpOverload):
+                into = tree_leaves(written(node.target, node.args, node.kwargs))
+                yield from ((node, place) for place in into if isinstance(place, fx.Node))
 
     def origin(self, node: fx.Node) -> Any:
         """How the tensor of `node` was computed, in terms that another recording shares. How many rows there were is
@@ -88,7 +90,7 @@ class Recorder(TorchDispatchMode):
             behind |= new
             pending += new
         memory = {m for n in behind for m in _memory(n)}
-        if any(not memory.isdisjoint(_memory(n.args[0])) for n in self.written()):
+        if any(not memory.isdisjoint(_memory(place)) for _, place in self.writes()):
             return None, node
         return self._told(node)
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 
 from mok_compile.passes.graph.pieces import product_of_pieces
+from mok_compile.passes.graph.writes import UNSAID, written
 
 aten = torch.ops.aten
 
@@ -475,7 +476,7 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
 
     steps = []
     for number, (op, step_args, step_kwargs, out) in enumerate(recorder.calls):
-        written = _written(op, step_args, step_kwargs)
+        into = [t for t in tree_leaves(written(op, step_args, step_kwargs)) if isinstance(t, torch.Tensor)]
         step_args, step_kwargs = map_aggregate((tuple(step_args), step_kwargs), reference)
         outputs = []
         for index, tensor in enumerate(tree_leaves(out)):
@@ -484,8 +485,8 @@ def _run(call: Callable, args: tuple, examples: list[FakeTensor], sizes: tuple, 
                 outputs.append((ref, Meta.of(tensor), memory.get(storage)))
                 refs[id(tensor)] = ref
                 memory.setdefault(storage, ref)
-        overlaps = any(map(_overlaps, written))
-        steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), tuple(map(reference, written)), overlaps))
+        overlaps = any(map(_overlaps, into))
+        steps.append(_Step(op, step_args, step_kwargs, tuple(outputs), tuple(map(reference, into)), overlaps))
     result = tree_map(reference, result)
     unknown = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((result, [(s.args, s.kwargs) for s in steps])))
     return None if unknown else _Recording(tuple(steps), result, sizes)
@@ -500,15 +501,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    tensors = []
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            tensors += [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-    return tensors
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -607,7 +599,7 @@ def writes_unseen(node: fx.Node) -> bool:
         overloads = [name for name in target.overloads() if "out" not in name or node.kwargs]
         return any(getattr(target, overload)._schema.is_mutable for overload in overloads)
     mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-    return mutable or (name.startswith("_foreach") and name.endswith("_"))
+    return mutable or name in UNSAID or (name.startswith("_foreach") and name.endswith("_"))
 
 
 def _writes(body: fx.GraphModule, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ Known are those that only compute; any other ends the proof, and has done nothin
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
 import functools
@@ -19,6 +20,7 @@ import re
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +59,7 @@ _FUNCTIONS = frozenset(
         *(("_thread", "get_ident"), ("nt", "fspath"), ("posix", "fspath"), ("sys", "getsizeof"), ("sys", "intern")),
     }
 )
+_LOCKS = (type(_thread.allocate_lock()), type(_thread.RLock()))
 _MODULES = frozenset({"_abc", "_bisect", "_operator", "_string", "cmath", "itertools", "math", "unicodedata"})
 _WRITE = frozenset(  # of the functions in these modules, or call others unseen
     {
@@ -76,8 +79,9 @@ _NUMPY_WRITES = frozenset(
 _TORCH_CODE = (
     *("torch._dynamo.decorators", "torch._dynamo.eval_frame", "torch._dynamo.external_utils", "torch.amp"),
     *("torch.autograd", "torch.cpu.amp", "torch.cuda.amp", "torch.functional", "torch.fx.experimental", "torch.jit"),
-    *("torch.nn", "torch.overrides", "torch.utils.checkpoint"),
+    *("torch.nn", "torch.overrides", "torch.torch_version", "torch.utils.checkpoint"),
 )
+_TORCH_ASKS = frozenset({"current_device", "device_count"})
 _TORCH_DOES = re.compile("backward$|grad$|register_|retain_grad$|save|set_|share_memory_$")
 _WRAPPERS = frozenset(
     {"torch._compile", "torch._dynamo.eval_frame", "torch._dynamo.external_utils", "torch.utils._contextlib"}
@@ -164,19 +168,21 @@ class _Watch:
         self._reach = reach
         self._code = {id(code) for function in reach.functions for code in codes_of(function.__code__)}
         self._known: set[types.CodeType] = set()
+        self._callbacks: dict[types.CodeType, bool] = {}
         self._mark: list = []  # is older than all that is made from now on
 
     def __call__(self, frame: types.FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "c_call":
             if self._is_loops(frame) and not self._computes(arg):
-                self._refuse(frame, arg.__qualname__)
+                # What a `with` has entered, of which nothing was told, is left: another turn might wait for it.
+                self._refuse(frame, arg.__qualname__, at_once=arg.__name__ != "__exit__")
         elif event == "call":
             if not _is_inside(code.co_filename):
                 if code not in self._known and self._is_loops(frame):
                     self._known.add(code)
                     self._check_named(frame)
-            elif self._is_loops(caller := _caller(frame)) and not _may_enter(frame):
+            elif self._is_loops(caller := _caller(frame)) and not _may_enter(frame) and not self._is_callback(frame):
                 self._refuse(caller, f"{frame.f_globals.get('__name__')}.{code.co_name}")
 
     def _is_loops(self, frame: types.FrameType | None) -> bool:
@@ -184,18 +190,31 @@ class _Watch:
         while frame is not None and not _is_inside(frame.f_code.co_filename):
             if id(frame.f_code) in self._code and not _is_library(frame.f_code):
                 return True
+            if self._is_callback(frame):
+                return False
             frame = frame.f_back
         return False
 
-    def _refuse(self, frame: types.FrameType, name: str) -> None:
-        """Ends the proof at a call of `name` from `frame`; told is what the user's own code called, and where."""
+    def _is_callback(self, frame: types.FrameType) -> bool:
+        """Whether `frame` is called because something that a weak reference is of has died, which is no call of the
+        code that it interrupts."""
+        code = frame.f_code
+        if code not in self._callbacks:
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            self._callbacks[code] = isinstance(first, weakref.ref) and first() is None
+        return self._callbacks[code]
+
+    def _refuse(self, frame: types.FrameType, name: str, at_once: bool = True) -> None:
+        """Ends the proof at a call of `name` from `frame`, or behind it; told is what the user's own code called, and
+        where."""
         while id(frame.f_code) not in self._code or _is_library(frame.f_code):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
             frame = frame.f_back
         detail = f"the loop calls {name}, which may do more than compute: one op for all experts would not"
         at = types.TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
         self.stop = self.stop or Break("mutation", detail).with_traceback(at)
-        raise _Refused
+        if at_once:
+            raise _Refused
 
     def _computes(self, function: Any) -> bool:
         """Whether a call of `function`, which is written in C, leaves nothing behind."""
@@ -204,6 +223,8 @@ class _Watch:
             return True
         if isinstance(owner, _CONTAINERS):
             return name in _READS or self._is_new(owner)
+        if isinstance(owner, _LOCKS):
+            return name == "__exit__"
         return computes(function)
 
     def _is_new(self, container: Any) -> bool:
@@ -262,7 +283,7 @@ def _caller(frame: types.FrameType) -> types.FrameType | None:
 def _may_enter(frame: types.FrameType) -> bool:
     """Whether other code may call this function of torch, written in Python, or of ours."""
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    if module.partition(".")[0] != "torch" or name.startswith(_ASKS):
+    if module.partition(".")[0] != "torch" or name.startswith(_ASKS) or name in _TORCH_ASKS:
         return True
     if _TORCH_DOES.match(name):
         return False

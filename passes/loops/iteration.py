@@ -22,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from mok_compile.passes.blocks.adapters import ADAPTER, PRODUCTS, adapters_in
 from mok_compile.passes.blocks.site import Block, block_at
@@ -251,14 +250,6 @@ def _writes_nothing(node: fx.Node) -> bool:
     return False
 
 
-def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The tensors that this op writes into."""
-    arguments = node.target._schema.arguments
-    given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs.get(a.name)) for a in arguments)]
-    values = (value for a, value in given if a.alias_info is not None and a.alias_info.is_write)
-    return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
-
-
 def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
     """Why `value` is not known as the weighted sum of what experts give."""
 
@@ -393,8 +384,8 @@ class Turn:
         if self.cut.appends:
             return result is None or same(result.shape[0], 0)
         memory = memory_of(self._total)
-        written = (n for n in self.recorder.written() if memory_of(n.args[0].meta["example_value"]) == memory)
-        return result is self._total and all(map(_writes_nothing, written))
+        writers = (n for n, place in self.recorder.writes() if memory_of(place.meta["example_value"]) == memory)
+        return result is self._total and all(map(_writes_nothing, writers))
 
     def check_untouched(self) -> None:
         """Nothing but the total may be written into of what another turn reads: what was there before this one."""
@@ -404,8 +395,7 @@ class Turn:
         values = (node.meta.get("example_value") for node in (*given, *self._earlier))
         held = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
         held -= {memory_of(self._total)} if isinstance(self._total, torch.Tensor) else set()
-        written = (a for n in self.recorder.written() for a in _written_by(n))
-        if any(memory_of(a.meta["example_value"]) in held for a in written):
+        if any(memory_of(place.meta["example_value"]) in held for _, place in self.recorder.writes()):
             raise Break("mutation", "the loop writes into a tensor that it reads")
 
     def answer(self, asked: torch.Tensor) -> bool:
