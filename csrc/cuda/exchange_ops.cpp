@@ -203,7 +203,7 @@ Tensors forward_parallel_op(Tensor x, Tensor ids, Tensor weights, Tensors up, Te
 
     const Block block = block_of({sizes, made.plan, stream}, in);
     // As if all ranks were given as much.
-    const Tiles tiles = tiles_for(std::min(x.size(0), group.capacity) * to.top_k, std::max<int64_t>(sizes.experts, 1));
+    const Tiles tiles = tiles_for(std::min(x.size(0), group.capacity) * to.top_k, sizes.experts);
     for (int64_t turn = 0; turn < to.turns; ++turn) {
       const Tensor own = of_turn(x, to, turn), own_ids = of_turn(ids, to, turn),
                    own_weights = of_turn(weights, to, turn);
