@@ -591,22 +591,8 @@ def _first_break(group: list[fx.Node], view: View, facts: Facts) -> Broken | Non
     nodes = _behind_all(group)
     breaks = {facts.broken[v] for node in nodes for v in view.made.get(node, ()) if v in facts.broken}
     anchors = {v for anchor in group for v in view.made[anchor]}
-    own = [b for b in breaks if _behind(anchors, b)]
+    own = [b for b in breaks if not anchors.isdisjoint(b.at.behind())]
     return min(own, key=lambda b: b.at.number, default=None)
-
-
-def _behind(anchors: set[Value], stop: Broken) -> bool:
-    """Whether the proof broke at one of `anchors` or at something computed from one."""
-    seen, pending = set(), [stop.at]
-    while pending:
-        value = pending.pop()
-        if value in anchors:
-            return True
-        for v in value.inputs:
-            if v not in seen:
-                seen.add(v)
-                pending.append(v)
-    return False
 
 
 def _node_of(value: Value, view: View, otherwise: fx.Node) -> fx.Node:

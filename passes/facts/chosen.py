@@ -46,17 +46,11 @@ def experts_on_every_token(values: list[Value], facts: Facts) -> set[Value]:
 def are_chosen(ids: Value) -> bool:
     """Whether `ids` say which experts tokens go to, as far as can be told: a choice led to them, there are several for
     a token, or where they come from is not known."""
-    pending, seen = [ids], set()
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
+    for value in ids.behind():
         shape = value.meta.shape
         several = not value.meta.dtype.is_floating_point and len(shape) > 1 and not same(shape[-1], 1)
         if value.op in _CHOICES or value.op in ("opaque", "random", "written") or (value.op == "input" and several):
             return True
-        pending += value.inputs
     return False
 
 

@@ -73,6 +73,16 @@ class Value:
     def inputs(self) -> Iterator[Value]:
         return (a for a in tree_iter((self.args, self.kwargs)) if isinstance(a, Value))
 
+    def behind(self) -> Iterator[Value]:
+        """This value and all that it is computed from, each once."""
+        seen, pending = {self}, [self]
+        while pending:
+            value = pending.pop()
+            yield value
+            new = [v for v in dict.fromkeys(value.inputs) if v not in seen]
+            seen.update(new)
+            pending += new
+
 
 @dataclass(eq=False)
 class Storage:

@@ -269,7 +269,7 @@ def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
             return stop("no-match", "the weight of a projection is computed inside of the loop", product)
     if (broken := facts.broken.get(value)) is not None:
         alike = (other.at for other in facts.broken.values() if other.detail == broken.detail)
-        if (limit := next(filter(_is_limit, _behind(broken.at)), None)) is not None:
+        if (limit := next((v for v in broken.at.behind() if v is not broken.at and _is_limit(v)), None)) is not None:
             return stop("routing", FIRST_ROWS, limit)
         return stop(broken.reason, broken.detail, min(alike, key=lambda v: v.number))
     for v in unknown:
@@ -279,16 +279,6 @@ def _unproven(value: Value, view: View, facts: TurnFacts) -> Break:
         if any(isinstance(f, _ROWS) for f in of):
             return stop("no-match", f"{name_of(v)} of an expert's rows is not understood", v)
     return Break("no-match", "what the loop adds up is not proven to be its experts' outputs")
-
-
-def _behind(value: Value) -> set[Value]:
-    """All that `value` is computed from."""
-    found, pending = set(), [value]
-    while pending:
-        new = [v for v in pending.pop().inputs if v not in found]
-        found.update(new)
-        pending += new
-    return found
 
 
 def _is_limit(value: Value) -> bool:
